@@ -35,7 +35,7 @@ from offload.runtime.works import Add, At, Copy, Job, Squares, Transfer, Update,
 RUNNER_VARIABLE = "OFFLOAD_RUNNER"
 """Environment variable: `python` runs everything in Python, by the reference, where C++ could."""
 
-RUNNER_VERSION = 10
+RUNNER_VERSION = 11
 """Of the native runner, as `src/module.cpp` has it."""
 
 _LANES = tuple(Lane)
@@ -98,13 +98,21 @@ class Native:
         _native.share_pool(self._kernel.native.pool())
         self._operations = {name: at for at, name in enumerate(self._kernel.native.OPERATIONS)}
         self._on_device = driver is not None
-        told = None if pace is None else lambda op, part, size, at: pace(_part(op, part, size), at)
+        told = (
+            None
+            if pace is None
+            else (
+                lambda number, part, size, at: pace(_part(list(self._ops)[number], part, size), at)
+            )
+        )
         stages = CHUNK_STAGES if plan is None else plan.profile.chunk_stages
-        self._runner = runner = _native.Runner(
+        self._runner = runner = _native.open(
             len(_LANES), _NUMBER[Lane.DISK], stages, kept, driver, told, threads
         )
         self._numbers: dict[object, int] = {}
         """Of every place."""
+        self._ops: dict[Op, int] = {}
+        """Of every op that was written down, too."""
         self._rows: tuple[Steps, Any] | None = None
         """What updates were given last: units that are updated one by one have the same."""
         self.start, self.cancel = runner.start, runner.cancel
@@ -127,7 +135,7 @@ class Native:
                     _NUMBER[op.lane],
                     op.deadline,
                     op.bytes,
-                    op,
+                    self._ops.setdefault(op, len(self._ops)),
                     None if work is None else self.work(op, work),
                     *map(self._numbered, (cells(op.reads), cells(op.writes))),
                 )
@@ -176,9 +184,9 @@ class Native:
 
     def ran(self) -> list[Ran]:
         """The last works, and computes of the user, since that was asked, as they ended."""
-        found = []
-        for op, part, size, start, stop in self._runner.ran():
-            one = _part(op, part, size)
+        found, ops = [], list(self._ops)
+        for number, part, size, start, stop in self._runner.ran():
+            one = _part(ops[number], part, size)
             found.append(Ran(one.lane, one, start, stop))
         return found
 

@@ -22,11 +22,10 @@ namespace nb = nanobind;
 using namespace runner;
 using without_gil::WithoutGil;
 
-// An op of a phase, by numbers, and the op that it is to Python.
+// An op of a phase, and the number by which Python knows it.
 struct PhaseOp {
     int lane;
-    int64_t deadline, bytes;
-    nb::object op;
+    int64_t deadline, bytes, number;
     WorkPtr work;
     Cells reads, writes;
 };
@@ -35,14 +34,9 @@ struct Phase {
     std::vector<PhaseOp> ops;
 };
 
-// What a lane does, as Python holds it: nothing in it is Python's, so whoever lets go needs no GIL.
-struct PythonWork {
-    WorkPtr inner;
-};
-
-struct PythonSettings {
-    std::shared_ptr<const Settings> inner;
-};
+// As Python holds it; nothing in it is Python's, so whoever lets go last needs no GIL.
+using PythonWork = std::shared_ptr<Work>;
+using PythonSettings = std::shared_ptr<Settings>;
 
 using Table = nb::ndarray<const int64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Factors =
@@ -73,13 +67,11 @@ static PythonWork copies(const std::vector<std::tuple<PythonPlace, PythonPlace, 
         if (bytes == 0) throw nb::value_error("a copy of no bytes is nothing that a lane can do");
         found.push_back({where(into), where(source), bytes});
     }
-    return {std::make_shared<Copies>(std::move(found), on_device)};
+    return std::make_shared<Copies>(std::move(found), on_device);
 }
 
-static PythonWork several(const std::vector<const PythonWork*>& given) {
-    std::vector<WorkPtr> found;
-    for (const PythonWork* one : given) found.push_back(one->inner);
-    return {std::make_shared<Several>(std::move(found))};
+static PythonWork several(const std::vector<PythonWork>& given) {
+    return std::make_shared<Several>(std::vector<WorkPtr>(given.begin(), given.end()));
 }
 
 static Rows rows_of(const Table& given, std::vector<int64_t> strides) {
@@ -95,13 +87,13 @@ static PythonWork sweep_of(int kernel, int operation, int gradient, const Table&
     const auto& action = kernel_at(kernel).operations[operation].of[gradient_of(gradient)];
     if (action.call == nullptr || action.arrays != int(strides.size()))
         throw nb::value_error("the table does not fit the operation");
-    return {std::make_shared<Sweep>(action, rows_of(table, std::move(strides)))};
+    return std::make_shared<Sweep>(action, rows_of(table, std::move(strides)));
 }
 
 static PythonWork device_sweep_of(const std::string& name, int gradient, int64_t block_elements,
                                   const Table& table, std::vector<int64_t> strides) {
-    return {std::make_shared<DeviceSweep>(name, gradient_of(gradient), block_elements,
-                                          rows_of(table, std::move(strides)))};
+    return std::make_shared<DeviceSweep>(name, gradient_of(gradient), block_elements,
+                                          rows_of(table, std::move(strides)));
 }
 
 using PythonStretch = std::tuple<int64_t, int64_t, PythonPlace, int64_t>;
@@ -114,8 +106,8 @@ static std::vector<Stretch> stretches_of(const std::vector<PythonStretch>& given
 }
 
 static PythonWork squares_of(int kernel, int gradient, const std::vector<PythonStretch>& given) {
-    return {std::make_shared<Squares>(kernel_at(kernel), gradient_of(gradient),
-                                      stretches_of(given))};
+    return std::make_shared<Squares>(kernel_at(kernel), gradient_of(gradient),
+                                      stretches_of(given));
 }
 
 static PythonWork device_squares_of(int gradient, uintptr_t scratch, int64_t block_elements,
@@ -146,148 +138,86 @@ static PythonWork chunks_of(bool writing, const std::vector<PythonChunk>& given,
         }
         if (homes.empty()) throw nb::value_error("a chunk lies nowhere");
     }
-    return {std::make_shared<Chunks>(std::move(transfer))};
+    return std::make_shared<Chunks>(std::move(transfer));
 }
 
-using PythonStage = std::tuple<int, const PythonWork*, int, int64_t>;
+using PythonStage = std::tuple<int, PythonWork, int, int64_t>;
 
 static PythonWork stream_of(const std::vector<std::vector<PythonStage>>& given) {
     std::vector<Link> found;
     for (const std::vector<PythonStage>& stages : given) {
         Link& link = found.emplace_back();
         for (const auto& [lane, work, part, bytes] : stages)
-            link.push_back({lane, work->inner, Part(part), bytes});
+            link.push_back({lane, work, Part(part), bytes});
         if (link.empty()) throw nb::value_error("a chunk of a stream has no work");
     }
-    return {std::make_shared<Stream>(std::move(found))};
+    return std::make_shared<Stream>(std::move(found));
 }
 
 static PythonSettings settings_of(const Factors& factors, const std::shared_ptr<Clip>& clip) {
     std::vector<float> all(factors.data(), factors.data() + factors.size());
-    return {std::make_shared<Settings>(Settings{std::move(all), clip})};
+    return std::make_shared<Settings>(std::move(all), clip);
 }
 
-using PythonOp = std::tuple<int, int64_t, int64_t, nb::object, const PythonWork*, Cells, Cells>;
+using PythonOp = std::tuple<int, int64_t, int64_t, int64_t, PythonWork, Cells, Cells>;
 
 static Phase phase_of(const std::vector<PythonOp>& given) {
     Phase phase;
-    for (const auto& [lane, deadline, bytes, op, work, reads, writes] : given)
-        phase.ops.push_back(
-            {lane, deadline, bytes, op, work ? work->inner : nullptr, reads, writes});
+    for (const auto& [lane, deadline, bytes, number, work, reads, writes] : given)
+        phase.ops.push_back({lane, deadline, bytes, number, work, reads, writes});
     return phase;
 }
 
-// So many ops are kept for each one of which is remembered that it ran: of those that are queued
-// some run much later, and some never.
-constexpr size_t OPS_KEPT = 4;
+// Queue the ops of a phase, each behind those that touched what it touches.
+static std::vector<TaskPtr> start(Runner& runner, const Phase& phase, int64_t pass,
+                                  const PythonSettings& settings) {
+    std::vector<TaskPtr> tasks;
+    for (const PhaseOp& one : phase.ops) {
+        const auto task = std::make_shared<Task>();
+        task->lane = one.lane;
+        task->of_user = one.work == nullptr;
+        task->key = {pass, one.deadline};
+        task->work = one.work;
+        task->bytes = one.bytes;
+        task->number = one.number;
+        task->settings = settings;
+        tasks.push_back(task);
+        runner.start(task, one.reads, one.writes);
+    }
+    return tasks;
+}
 
-// The runner, and Python's ops of what was started lately.
-class Shared {
-public:
-    Shared(int lanes, int disk, int slots, size_t ran_max, const driver::DriverPtr& driver,
-           const nb::object& pace, bool threads)
-        : pid_(getpid()), ops_(OPS_KEPT * std::max(ran_max, size_t(pace.is_none() ? 0 : 1024))) {
-        Pace paced;
-        if (!pace.is_none()) {
-            paced = [this, pace = pace.ptr()](const Task& task, double since) {
-                const nb::gil_scoped_acquire held;
-                const nb::object& op = ops_[size_t(task.number) % ops_.size()];
-                return nb::cast<double>(nb::handle(pace)(op, int(task.part), task.bytes, since));
-            };
-            pace_ = pace;
-        }
-        const WithoutGil released;
-        runner_ = new Runner({lanes, disk, slots, ran_max, driver, std::move(paced), threads});
+static std::shared_ptr<Runner> open_runner(int lanes, int disk, int slots, size_t ran_max,
+                                           const driver::DriverPtr& driver,
+                                           const nb::object& pace, bool threads) {
+    Pace paced;
+    if (!pace.is_none()) {
+        paced = [call = pace.ptr()](const Task& task, double since) {
+            const nb::gil_scoped_acquire held;
+            const nb::handle told(call);
+            return nb::cast<double>(told(task.number, int(task.part), task.bytes, since));
+        };
     }
-    Shared(const Shared&) = delete;
-    ~Shared() {
-        // In a forked child nobody will ever wake what sleeps here, which its end would wait for.
-        if (getpid() != pid_) return;
+    // In a forked child nobody will ever wake what sleeps here, which its end would wait for.
+    const auto close = [pid = getpid()](Runner* runner) {
+        if (getpid() != pid) return;
         const WithoutGil released;
-        delete runner_;
-    }
+        delete runner;
+    };
+    return {new Runner({lanes, disk, slots, ran_max, driver, std::move(paced), threads}), close};
+}
 
-    // Queue the ops of a phase, each behind those that touched what it touches.
-    std::vector<TaskPtr> start(const Phase& phase, int64_t pass, const PythonSettings* settings) {
-        std::vector<TaskPtr> tasks;
-        for (const PhaseOp& one : phase.ops) {
-            const auto task = std::make_shared<Task>();
-            task->lane = one.lane;
-            task->of_user = one.work == nullptr;
-            task->key = {pass, one.deadline};
-            task->work = one.work;
-            task->bytes = one.bytes;
-            if (settings != nullptr) task->settings = settings->inner;
-            if (!ops_.empty()) {
-                task->number = number_++;
-                ops_[size_t(task->number) % ops_.size()] = one.op;
-            }
-            tasks.push_back(task);
-            runner_->start(task, one.reads, one.writes);
-        }
-        return tasks;
-    }
-    std::vector<TaskPtr> touching(const Cells& reads, const Cells& writes) {
-        return runner_->touching(reads, writes);
-    }
-    std::vector<TaskPtr> all() { return runner_->all(); }
-    void cancel(const std::vector<TaskPtr>& tasks) { runner_->cancel(tasks); }
-    bool begin(Task& task, double seconds) {
-        if (seconds <= 0) return runner_->begin(task, 0);
-        const WithoutGil released;
-        return runner_->begin(task, seconds);
-    }
-    bool over(Task& task, double seconds) {
-        if (seconds <= 0) return runner_->over(task, 0);
-        const WithoutGil released;
-        return runner_->over(task, seconds);
-    }
-    void finish(Task& task, const std::vector<driver::Stream>& streams) {
-        runner_->finish(task, streams);
-    }
-    void perform(const PythonWork& work, const PythonSettings* settings, driver::Stream stream) {
-        const WithoutGil released;
-        runner_->perform(*work.inner, settings ? settings->inner.get() : nullptr, stream);
-    }
-    std::tuple<Key, std::vector<int64_t>, std::vector<std::pair<int, double>>> look(
-        const Task& task) {
-        Seen seen = runner_->look(task);
-        return {seen.key, std::move(seen.waits), std::move(seen.path)};
-    }
-    TaskPtr first(int lane) { return runner_->first(lane); }
-    bool failed() const { return runner_->failed(); }
-    void rethrow() {
-        if (const std::exception_ptr failure = runner_->failure()) std::rethrow_exception(failure);
-    }
-    void stop(bool closing) {
-        const WithoutGil released;
-        runner_->stop(closing);
-    }
-    std::tuple<double, int64_t, int64_t> used(int lane) {
-        const Used now = runner_->used(lane);
-        return {now.busy_s, now.bytes, now.operations};
-    }
-    std::vector<std::tuple<nb::object, int, int64_t, double, double>> ran() {
-        std::vector<std::tuple<nb::object, int, int64_t, double, double>> found;
-        for (const Ran& one : runner_->ran()) {
-            if (one.number + int64_t(ops_.size()) < number_) continue;  // The place is another's.
-            found.emplace_back(ops_[size_t(one.number) % ops_.size()], int(one.part), one.bytes,
-                               one.start, one.stop);
-        }
-        return found;
-    }
-
-private:
-    Runner* runner_;
-    pid_t pid_;
-    nb::object pace_;
-    std::vector<nb::object> ops_;  // the last that are numbered, each at its number in turn
-    int64_t number_ = 0;           // of the next one
-};
+// The GIL is let go where it may take a while.
+template <bool (Runner::*call)(Task&, double)>
+static bool waiting(Runner& runner, Task& task, double seconds) {
+    if (seconds <= 0) return (runner.*call)(task, 0);
+    const WithoutGil released;
+    return (runner.*call)(task, seconds);
+}
 
 NB_MODULE(_runner, module) {
     nb::set_leak_warnings(false);  // a model that is still attached at exit holds its ops
-    module.attr("VERSION") = 10;  // as offload/runtime/native.py has it
+    module.attr("VERSION") = 11;  // as offload/runtime/native.py has it
     nb::class_<Task>(module, "Task", nb::dynamic_attr())
         .def_ro("serial", &Task::serial)
         .def_ro("of_user", &Task::of_user)
@@ -296,14 +226,10 @@ NB_MODULE(_runner, module) {
         .def_prop_ro("cancelled", [](const Task& task) {
             return task.state == State::CANCELLED;
         });
-    nb::class_<Phase>(module, "Phase").def_prop_ro("ops", [](const Phase& phase) {
-        std::vector<nb::object> found;
-        for (const PhaseOp& one : phase.ops) found.push_back(one.op);
-        return found;
-    });
+    nb::class_<Phase>(module, "Phase", nb::dynamic_attr());
     module.def("phase", &phase_of);
-    nb::class_<PythonWork>(module, "Work");
-    nb::class_<PythonSettings>(module, "Settings");
+    nb::class_<Work>(module, "Work");
+    nb::class_<Settings>(module, "Settings");
     nb::class_<Clip>(module, "Clip")
         .def(nb::new_([](double max_norm) { return std::make_shared<Clip>(max_norm); }))
         .def_ro("norm", &Clip::norm);
@@ -318,7 +244,7 @@ NB_MODULE(_runner, module) {
     module.def("device_sweep", &device_sweep_of);
     module.def("squares", &squares_of);
     module.def("device_squares", &device_squares_of);
-    module.def("combine", [] { return PythonWork{std::make_shared<Combine>()}; });
+    module.def("combine", [] { return PythonWork(std::make_shared<Combine>()); });
     module.def("chunks", &chunks_of);
     module.def("stream", &stream_of);
     module.def("settings", &settings_of, nb::arg("factors"), nb::arg("clip").none());
@@ -333,27 +259,44 @@ NB_MODULE(_runner, module) {
             PyErr_SetObject(failed.ptr(), told.ptr());
         }
     });
-    nb::class_<Shared>(module, "Runner")
-        .def(nb::init<int, int, int, size_t, const driver::DriverPtr&, const nb::object&, bool>(),
-             nb::arg("lanes"), nb::arg("disk"), nb::arg("slots"), nb::arg("kept"),
-             nb::arg("driver").none(), nb::arg("pace").none(), nb::arg("threads"))
-        .def("start", &Shared::start, nb::arg("phase"), nb::arg("pass_number"),
+    nb::class_<Runner>(module, "Runner")
+        .def("start", &start, nb::arg("phase"), nb::arg("pass_number"),
              nb::arg("settings").none() = nb::none())
-        .def("touching", &Shared::touching)
-        .def("all", &Shared::all)
-        .def("cancel", &Shared::cancel)
-        .def("begin", &Shared::begin)
-        .def("over", &Shared::over)
-        .def("finish", &Shared::finish, nb::arg("task"),
+        .def("touching", &Runner::touching)
+        .def("all", &Runner::all)
+        .def("cancel", &Runner::cancel)
+        .def("begin", &waiting<&Runner::begin>)
+        .def("over", &waiting<&Runner::over>)
+        .def("finish", &Runner::finish, nb::arg("task"),
              nb::arg("streams") = std::vector<driver::Stream>())
-        .def("perform", &Shared::perform, nb::arg("work"), nb::arg("settings").none(),
-             nb::arg("stream"))
-        .def("look", &Shared::look)
-        .def("first", &Shared::first)
-        .def_prop_ro("failed", &Shared::failed)
-        .def("rethrow", &Shared::rethrow)
-        .def("stop", &Shared::stop, nb::arg("closing"))
-        .def("used", &Shared::used)
-        .def("ran", &Shared::ran);
+        .def("perform", [](Runner& runner, const PythonWork& work, const PythonSettings& settings,
+                           driver::Stream stream) {
+            const WithoutGil released;
+            runner.perform(*work, settings.get(), stream);
+        }, nb::arg("work"), nb::arg("settings").none(), nb::arg("stream"))
+        .def("look", [](Runner& runner, const Task& task) {
+            const Seen seen = runner.look(task);
+            return std::tuple(seen.key, seen.waits, seen.path);
+        })
+        .def("first", &Runner::first)
+        .def_prop_ro("failed", &Runner::failed)
+        .def("rethrow", [](Runner& runner) {
+            if (const std::exception_ptr failure = runner.failure())
+                std::rethrow_exception(failure);
+        })
+        .def("stop", &Runner::stop, nb::arg("closing"), nb::call_guard<WithoutGil>())
+        .def("used", [](Runner& runner, int lane) {
+            const Used now = runner.used(lane);
+            return std::tuple(now.busy_s, now.bytes, now.operations);
+        })
+        .def("ran", [](Runner& runner) {
+            std::vector<std::tuple<int64_t, int, int64_t, double, double>> found;
+            for (const auto& [number, part, bytes, start, stop] : runner.ran())
+                found.emplace_back(number, int(part), bytes, start, stop);
+            return found;
+        });
+    module.def("open", &open_runner, nb::arg("lanes"), nb::arg("disk"), nb::arg("slots"),
+               nb::arg("kept"), nb::arg("driver").none(), nb::arg("pace").none(),
+               nb::arg("threads"), nb::keep_alive<0, 6>());
     without_gil::prepare_for_the_end();
 }

@@ -89,8 +89,6 @@ After Copies::queue(driver::Driver& device, driver::Stream stream, int slot,
 Rows::Rows(std::vector<int64_t> given, std::vector<int64_t> by_array)
     : rows(std::move(given)), strides(std::move(by_array)),
       columns(ADDRESS_COLUMNS + int64_t(strides.size())) {
-    if (rows.size() % size_t(columns) != 0 || strides.size() > size_t(ARRAYS_MAX))
-        throw std::logic_error("the table does not fit the operation");
     for (size_t at = 0; at < rows.size(); at += size_t(columns))
         factors = std::max(factors, rows[at + FACTORS_COLUMN] + 1);
 }
@@ -104,11 +102,6 @@ std::vector<int64_t> Rows::at(int slot) const {
 }
 
 static const Settings NONE{std::vector<float>(FACTORS), nullptr};
-
-Sweep::Sweep(const Action& action, Rows rows) : action_(action), rows_(std::move(rows)) {
-    if (action.call == nullptr || rows_.columns != ADDRESS_COLUMNS + action.arrays)
-        throw std::logic_error("the table does not fit the operation");
-}
 
 void Sweep::run(int slot, const Settings* settings) const {
     const auto factors = (settings != nullptr ? *settings : NONE).scaled(rows_.factors);

@@ -45,7 +45,10 @@ struct Clip {
 };
 
 // What of a step its works are given: rows of factors, and what scales gradients.
-struct Settings {
+struct Settings : std::enable_shared_from_this<Settings> {
+    Settings(std::vector<float> factors, std::shared_ptr<Clip> clip)
+        : factors(std::move(factors)), clip(std::move(clip)) {}
+
     std::vector<float> factors;
     std::shared_ptr<Clip> clip;
 
@@ -68,7 +71,7 @@ using Link = std::vector<Stage>;
 // What is left to do when the device is through with a work; empty where nothing is.
 using After = std::function<void()>;
 
-class Work {
+class Work : public std::enable_shared_from_this<Work> {
 public:
     virtual ~Work() = default;
     // On the calling thread, with the staging slot of its chunk, 0 where it has none.
@@ -131,7 +134,7 @@ struct Rows {
 
 class Sweep : public Work {
 public:
-    Sweep(const cpu_adam::Action& action, Rows rows);
+    Sweep(const cpu_adam::Action& action, Rows rows) : action_(action), rows_(std::move(rows)) {}
     void run(int slot, const Settings* settings) const override;
 
 private:
