@@ -320,7 +320,7 @@ struct StandIn {
 // user's own stream does to them: all as if one after the other.
 void test_a_device(unsigned seed, const StandIn& stand_in) {
     stand_in.call("stand_in_reset", seed, 200u);
-    const driver::DriverPtr device = driver::open_cuda(stand_in.path, 0);
+    const driver::DriverPtr device = std::make_shared<driver::Driver>(stand_in.path, 0);
     const driver::Stream users = device->make_stream();
     {
         Cell stage[SLOTS];

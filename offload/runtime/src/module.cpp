@@ -237,7 +237,9 @@ NB_MODULE(_runner, module) {
         cpu_adam::Pool::share(reinterpret_cast<cpu_adam::Pool*>(pool));
     });
     nb::class_<driver::Driver>(module, "Driver").def("load", &driver::Driver::load);
-    module.def("open_cuda", &driver::open_cuda);
+    module.def("open_cuda", [](const std::string& library, int ordinal) {
+        return std::make_shared<driver::Driver>(library, ordinal);
+    });
     module.def("copies", &copies);
     module.def("several", &several);
     module.def("sweep", &sweep_of);
