@@ -208,15 +208,6 @@ def test_a_micro_batch_adds_to_the_sum() -> None:
     assert verbs[Verb.UPDATE] == 1
 
 
-def test_what_makes_no_sense_is_refused() -> None:
-    program = program_of(blocks(1, 4096))
-    for wrong in ({"steps": 0}, {"micro_batches": 0}):
-        with pytest.raises(ValueError, match="at least one"):
-            simulate(program, MACHINE, ten, **wrong)
-    with pytest.raises(ValueError, match="h2d lane has a speed of 0"):
-        simulate(program, replace(MACHINE, h2d_bytes_per_s=0.0), ten)
-
-
 # -- for every program --------------------------------------------------------------------------
 
 

@@ -5,7 +5,7 @@
 #
 # Stages; first-hour is all of them, the most telling first, but those that an earlier call has done:
 #     facts     what this machine has and what is missing
-#     build     the native modules: pip, else cmake alone, else the reference in Python
+#     build     the native modules: pip, else cmake alone
 #     tests     pytest -m cuda; tests:loops those whose names hold that word
 #     3b-first  three billion parameters, 16k tokens: in HBM, states on the CPU, all on the CPU
 #     update    the update by size of a chunk, on the CPU by number of threads, and on the device
@@ -65,9 +65,9 @@ if missing := [name for name in wanted if importlib.util.find_spec(name) is None
     print(f"missing: {', '.join(missing)}; carry the wheels and set WHEELS")
 for tools in (("cmake",), ("ninja", "make"), ("c++", "g++", "clang++")):
     if not any(map(shutil.which, tools)):
-        print(f"missing: {' or '.join(tools)}, for build; the reference in Python serves, slowly")
+        print(f"missing: {' or '.join(tools)}, for build: without it a GPU is refused")
 if not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")):
-    print("missing: Python.h, for build; the reference in Python serves, slowly")
+    print("missing: Python.h, for build: without it a GPU is refused")
 import torch
 
 from benchmarks.gpu.results import keep, machine

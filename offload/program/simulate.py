@@ -92,14 +92,8 @@ def simulate(
             Config.micro_batches, instead of at `step()`. Ignored if the program clips: as in the
             engine, updates then wait for the norm.
 
-    Raises:
-        ValueError: no step, no micro-batch, or a speed that is not positive.
     """
-    if steps < 1 or micro_batches < 1 or host_seconds < 0:
-        raise ValueError(
-            f"simulate(steps={steps}, micro_batches={micro_batches}, host_seconds={host_seconds}): "
-            "there must be at least one step and one micro-batch, and no negative time"
-        )
+    assert min(steps, micro_batches) > 0 <= host_seconds
     simulation = _Simulation(program, machine, compute_seconds, host_seconds)
     return simulation.run(steps, micro_batches, updates_in_backward and not program.plan.clips)
 
@@ -119,8 +113,7 @@ def speed_of(op: Op) -> str:
 def seconds_of(op: Op, machine: Machine) -> float:
     """How long an op of the engine takes on its lane."""
     speed: float = getattr(machine, speed_of(op))
-    if not speed > 0:
-        raise ValueError(f"Machine: the {op.lane.value} lane has a speed of {speed} bytes per s")
+    assert speed > 0, op.lane
     return op.bytes / speed + machine.op_seconds
 
 
