@@ -1,4 +1,4 @@
-"""The ops of phases as tests see them, whichever runner has written them down."""
+"""The ops of phases as tests see them, whichever runner has written them down, and taking back."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from offload.program.ops import Op
+from offload.program.schedule import Schedule, State, Task
 from offload.runtime.native import Native
 
 _phase: Any = Native.phase
@@ -23,3 +24,13 @@ setattr(Native, "phase", _noted)  # noqa: B010
 def ops_of(phase: Any) -> list[Op]:
     """The ops of a phase, in order."""
     return [op for op, _ in phase] if isinstance(phase, list) else list(phase.ops)
+
+
+def cancel(schedule: Schedule, task: Task) -> None:
+    """Take `task` back: whoever waited for it waits for what it was waiting for."""
+    task.go(State.CANCELLED)
+    for other in task.waits:
+        for follower in task.followers if not other.over else ():
+            if other not in follower.waits:
+                schedule._link(other, follower)
+    schedule._release(task)

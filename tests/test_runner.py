@@ -20,6 +20,7 @@ from offload.program.ops import Lane, Op, Use, Value, Verb
 from offload.program.schedule import Schedule, Scoreboard, State, Task
 from offload.runtime.native import RUNNER_VARIABLE, Native, native_runner
 from offload.runtime.works import At, Copy, Work
+from tests.submitting import cancel
 from tests.training import some_fast
 
 extension = pytest.importorskip("offload.runtime._runner", reason="not compiled here")
@@ -145,7 +146,7 @@ class Pair:
     def cancel(self, pairs: list[tuple[Task, Any]]) -> None:
         for task, _ in pairs:
             if task.state in (State.WAITING, State.READY):
-                self.pure.schedule.cancel(task)
+                cancel(self.pure.schedule, task)
         self.native.cancel([other for _, other in pairs])
 
     def look(self) -> None:

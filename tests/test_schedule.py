@@ -8,6 +8,7 @@ import pytest
 
 from offload.program.ops import Lane, Op, Value, Verb
 from offload.program.schedule import Key, Schedule, State, Task
+from tests.submitting import cancel
 from tests.training import some_fast
 
 
@@ -60,7 +61,7 @@ def test_who_waits_for_a_cancelled_task_of_the_user_starts_when_it_is_taken_back
     before = run.add((0, 0), lane=Lane.DISK)
     task = run.add((0, 0), before, of_user=True)
     after = run.add((1, 0), task)
-    run.schedule.cancel(task)
+    cancel(run.schedule, task)
     assert after.state is State.WAITING
     assert run.run_next(Lane.DISK) is before
     assert run.run_next() is after
@@ -130,7 +131,7 @@ def test_every_task_runs_once_in_order_whatever_is_waited_for_cancelled_or_lent(
             task = rng.choice(known)
             if task.state in (State.WAITING, State.READY):
                 truth.cancelled(task)
-                run.schedule.cancel(task)
+                cancel(run.schedule, task)
         truth.check()
         for _ in range(rng.randrange(3)):
             step()

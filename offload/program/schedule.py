@@ -215,15 +215,6 @@ class Schedule:
                     self._hurry(other, task.key)
         self._try(task)
 
-    def cancel(self, task: Task) -> None:
-        """Take `task` back: whoever waited for it waits for what it was waiting for."""
-        task.go(State.CANCELLED)
-        for other in task.waits:
-            for follower in task.followers if not other.over else ():
-                if other not in follower.waits:
-                    self._link(other, follower)
-        self._release(task)
-
     def finish(self, task: Task) -> None:
         """`task` is done."""
         task.go(State.DONE)
