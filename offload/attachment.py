@@ -39,12 +39,12 @@ from offload.planning.profile import (
     lay_out_unit,
     profile_of,
 )
-from offload.planning.tiers import TIERS
+from offload.planning.tiers import TIERS, parse_bytes
 from offload.program.ops import Value
 from offload.runtime import entry as entries
 from offload.runtime.device import CPU, Device, compute_device
 from offload.runtime.entry import entry
-from offload.runtime.memory import Memory, zeros_on
+from offload.runtime.memory import Memory, host_tensor, zeros_on
 from offload.runtime.runner import Pace, Runner
 from offload.runtime.shared_budget import SharedBudget
 from offload.runtime.stats import Trace
@@ -69,6 +69,7 @@ def attach(
     config: Config | None = None,
     *,
     initialize: Callable[[nn.Module], object] | None = None,
+    read: Callable[[str, int, torch.Tensor], object] | None = None,
     budget: SharedBudget | None = None,
     machine: Machine | None = None,
     pace: Pace | None = None,
@@ -85,6 +86,8 @@ def attach(
         config: where things live and how much may be taken; the default finds out.
         initialize: called with each module that owns parameters on the meta device, once these
             have memory; default: the module's own `reset_parameters()`.
+        read: in its place, at any size of a unit: fills a 1-D tensor in CPU memory with values of
+            a parameter, by its name, from an element on; those of one are asked for in order.
         budget: shared with other models; what is left of it limits what `config` asks.
         machine: what there is, in place of what this host has.
         pace: when an op may end, for tests that imitate slower hardware.
@@ -103,7 +106,7 @@ def attach(
     _refuse_attached(model)
     if optimizer is not None:
         check_optimizer(optimizer)
-    check_model(model, optimizer, initializes=initialize is not None)
+    check_model(model, optimizer, initializes=initialize is not None or read is not None)
     if not all(engine.runner.closed for engine in engines):
         gc.collect()  # One that was dropped, but not closed, has its memory until then.
     device = compute_device()
@@ -120,8 +123,8 @@ def attach(
         warn_user(remark)
     with torch.inference_mode(False):  # What is made in it could not be trained after it.
         initialize = initialize or methodcaller("reset_parameters")
-        attaching = _Attaching(model, optimizer, config, groups, placed, device, budget, initialize)
-        return attaching.run(pace)
+        how = budget, initialize, read
+        return _Attaching(model, optimizer, config, groups, placed, device, *how).run(pace)
 
 
 @contextmanager
@@ -175,6 +178,8 @@ def detach(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer | None]:
         hooks, optimizer = _attached.pop(model)
         original = optimizer.give_up() if optimizer is not None else None
         hooks.remove()
+        if isinstance(vars(model).get("save_pretrained"), _SavePretrained):
+            del model.save_pretrained
         for parameter, value, gradient in values:
             make_plain(parameter, value)
             parameter.grad = None if gradient is None else gradient.to(value.dtype)
@@ -269,6 +274,7 @@ class _Attaching:
     device: Device
     budget: SharedBudget | None
     initialize: Callable[[nn.Module], object]
+    read: Callable[[str, int, torch.Tensor], object] | None
 
     def __post_init__(self) -> None:
         self._units: list[FlatUnit] = []
@@ -335,7 +341,10 @@ class _Attaching:
             for u, spec in enumerate(self.plan.profile.units)
         ]
         for unit in self._units:
-            self._move(unit, runner)
+            if self.read is None:
+                self._move(unit, runner)
+            else:
+                self._stream(unit, runner)
         self.device.trim()  # Of the units on their way.
         States(runner).clear()
 
@@ -396,6 +405,35 @@ class _Attaching:
             runner.write_home(Value("weight", unit.index, piece), buffer[offset : offset + size])
         unit.unbind()
 
+    def _stream(self, unit: FlatUnit, runner: Runner) -> None:
+        """Move a unit's weights chunk by chunk; those that have no values yet are read."""
+        resident = unit.index in self.plan.residents
+        values = [parameter.data for parameter in unit.parameters]
+        if resident:
+            views = [self.device.empty(v.shape, v.dtype).zero_() for v in values]
+        for chunk, pieces in sorted(self.plan.profile.by_chunk(unit.index).items()):
+            content = host_tensor(unit.spec.weight_chunks[chunk][1])
+            for piece in pieces:
+                at, part = piece.parameter, slice(piece.parameter_start, piece.parameter_stop)
+                there = content.view(values[at].dtype)[piece.chunk_start :][: piece.elements]
+                if unit.parameters[at] in self._replaced:
+                    assert self.read is not None
+                    self.read(unit.spec.parameters[at].name, piece.parameter_start, there)
+                else:
+                    there.copy_(values[at].reshape(-1)[part])
+                if resident:
+                    views[at].view(-1)[part].copy_(there)
+            if not resident:
+                runner.write_home(Value("weight", unit.index, chunk), content)
+        for at, parameter in enumerate(unit.parameters):
+            parameter.grad = None
+            if resident:
+                parameter.data = views[at]
+        if resident:
+            self.device.drain()
+        else:
+            unit.unbind()
+
     # -- hooking the model -------------------------------------------------------------------------
 
     def _start(self, runner: Runner) -> tuple[nn.Module, Optimizer | None]:
@@ -423,6 +461,8 @@ class _Attaching:
         hooks = Hooks(engine, self.model)
         hooks.put_on(self.model, announcers, trains=self.optimizer is not None)
         attached[self.model], _attached[self.model] = engine, (hooks, optimizer)
+        if hasattr(type(self.model), "save_pretrained"):
+            vars(self.model).setdefault("save_pretrained", _SavePretrained(self.model))
         return self.model, optimizer
 
     def _build_engine(self, runner: Runner) -> Engine:
@@ -443,7 +483,8 @@ class _Attaching:
     def _undo(self, runner: Runner) -> None:
         """Leave the model and the optimizer as they were before."""
         for unit in self._units:
-            if type(unit.parameters[0]) is OffloadedParameter:
+            moved = type(unit.parameters[0]) is OffloadedParameter
+            if moved and not all(p in self._replaced for p in unit.parameters):
                 self._restore(unit, runner)
         for tensor, device in self._devices.items():
             if tensor.device != device:
@@ -462,6 +503,29 @@ class _Attaching:
         buffer = torch.cat([value.to(on) for value in values])
         for parameter, view in zip(unit.parameters, unit.views_of(buffer).views):
             make_plain(parameter, view)
+
+
+class _SavePretrained:
+    """`save_pretrained` of an attached model. Copies and pickles of it are the class's own."""
+
+    def __init__(self, model: nn.Module):
+        self._model = weakref.ref(model)
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._model(), "save_pretrained")
+
+    def __call__(self, save_directory: Any, **options: Any) -> Any:
+        """`offload.export`. What that does not offer is done by the class's own, in memory."""
+        import offload
+
+        default = {"state_dict": None, "is_main_process": True, "safe_serialization": True}
+        asked = {k: v for k, v in options.items() if k not in default or v != default[k]}
+        if "max_shard_size" in asked:
+            asked["shard_bytes"] = parse_bytes(asked.pop("max_shard_size"))
+        model: Any = self._model()
+        if asked.keys() <= {"shard_bytes", "selected_adapters", "save_embedding_layers"}:
+            return offload.export(model, save_directory, **asked)
+        return type(model).save_pretrained(model, save_directory, **options)
 
 
 # -- parameters that were on the meta device -------------------------------------------------------

@@ -20,7 +20,7 @@ TEST_FILE_LINES_MAX = 500
 NATIVE_FILE_LINES_MAX = 900
 
 LINES_MAX = {
-    "offload": 14_529,
+    "offload": 15_153,
     "offload/cli": 3_400,
     "aio": 4_600,
     "cpu_adam": 5_500,
@@ -39,7 +39,7 @@ TOP |= {"recording": "attachment", "sleeping": "attachment", "__init__": "cli", 
 PURE_IMPORTS_NO = ("torch", "threading", "aio")
 """What the rooms `planning` and `program` know nothing of."""
 
-IMPORT_DEPTH_MAX = 12
+IMPORT_DEPTH_MAX = 13
 ENGINE_IMPORTS_MAX = 12
 PRIVATE_NAMES_MAX = 12
 PRIVATE_NAMES = "offload/runtime/torch_internals.py"

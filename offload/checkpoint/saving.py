@@ -95,27 +95,17 @@ def save(
     if scheduler is not None:
         run["scheduler"] = encoded(scheduler.state_dict(), "the scheduler's state")
     with engine.lock, ExitStack() as opened:
-        _settle(engine)
+        settle(engine)
         if optimizer is not None:
             states = _states_of(engine, optimizer)
             run["optimizer"] = {"rule": optimizer.rule, "states": states}
             run["optimizer"]["groups"] = _groups(optimizer)
             run["random"] = random_state(engine.runner.device.torch_device)
-        sets = _sets(engine, model, states)
+        sets = sets_of(engine, model, states)
         opened.enter_context(interruptible())
         new = opened.enter_context(whole_directory(where))
-        backend = opened.enter_context(closing(aio.open_backend()))
-        moved = opened.enter_context(_progress(f"saving to {where}", sets))
-        writers = {
-            prefix: opened.enter_context(SetWriter(new, prefix, all_, backend, shard_bytes))
-            for prefix, all_ in sets.items()
-        }
-        for prefix, name, part in _parts(engine, model, optimizer, states):
-            content = _bytes(part.cpu().contiguous())
-            writers[prefix].write(name, content)
-            moved(content.size)
-        for writer in writers.values():
-            writer.finish()
+        parts = parts_of(engine, model, optimizer, states)
+        write_sets(new, sets, parts, f"saving to {where}", shard_bytes)
         write_run(new, run)
 
 
@@ -151,8 +141,8 @@ def load(
         if optimizer is not None:
             _check_run(run, optimizer, scheduler)
             states = run["optimizer"]["states"]
-        _settle(engine)
-        sets = _sets(engine, model, states)
+        settle(engine)
+        sets = sets_of(engine, model, states)
         backend = opened.enter_context(closing(aio.open_backend()))
         readers = {
             prefix: opened.enter_context(closing(SetReader(where, prefix, backend)))
@@ -163,7 +153,7 @@ def load(
 
         def read(prefix: str, name: str, start: int, count: int) -> torch.Tensor:
             found = torch.empty(count, dtype=getattr(torch, sets[prefix][name].dtype))
-            readers[prefix].read(name, start * found.itemsize, _bytes(found))
+            readers[prefix].read(name, start * found.itemsize, bytes_of(found))
             moved(found.nbytes)
             return found
 
@@ -176,6 +166,29 @@ def load(
                     scheduler.load_state_dict(decoded(run["scheduler"]))
                 set_random_state(run["random"], engine.runner.device.torch_device)
     return decoded(run["user"])
+
+
+def write_sets(
+    directory: str,
+    sets: Sets,
+    parts: Iterable[tuple[str, str, torch.Tensor]],
+    told: str,
+    shard_bytes: int,
+) -> None:
+    """Write sets to a new directory; `parts` has all values in their order: prefix, name, part."""
+    with ExitStack() as opened:
+        backend = opened.enter_context(closing(aio.open_backend()))
+        moved = opened.enter_context(_progress(told, sets))
+        writers = {
+            prefix: opened.enter_context(SetWriter(directory, prefix, all_, backend, shard_bytes))
+            for prefix, all_ in sets.items()
+        }
+        for prefix, name, part in parts:
+            content = bytes_of(part.cpu().contiguous())
+            writers[prefix].write(name, content)
+            moved(content.size)
+        for writer in writers.values():
+            writer.finish()
 
 
 # -- what there is ---------------------------------------------------------------------------------
@@ -191,7 +204,7 @@ def _engine_of(model: nn.Module, optimizer: Optimizer | None) -> Engine:
     return engine
 
 
-def _settle(engine: Engine) -> None:
+def settle(engine: Engine) -> None:
     """Let all values be at home, and nothing under way."""
     engine.settle()
     engine.end_pass(finished=False)
@@ -217,8 +230,8 @@ def _buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{path}.{name}".lstrip("."), buffer
 
 
-def _sets(engine: Engine, model: nn.Module, states: States) -> Sets:
-    """The tensors of a save, in the order of `_parts`."""
+def sets_of(engine: Engine, model: nn.Module, states: States) -> Sets:
+    """The tensors of a save, in the order of `parts_of`."""
     found: Sets = {WEIGHTS: {}}
     for _, one in _parameters(engine):
         slots = states[one.name]["slots"] if one.name in states else {}
@@ -285,7 +298,7 @@ def _chunks(engine: Engine) -> Iterator[_Chunk]:
             yield _Chunk(pieces, weight, state)
 
 
-def _parts(
+def parts_of(
     engine: Engine, model: nn.Module, optimizer: Optimizer | None, states: States
 ) -> Iterator[tuple[str, str, torch.Tensor]]:
     """All values, part by part: the prefix, the name and the part, 1-D, where it lies."""
@@ -383,7 +396,7 @@ def _ahead(call: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Re
             yield begun.popleft().result()
 
 
-def _bytes(tensor: torch.Tensor) -> Bytes:
+def bytes_of(tensor: torch.Tensor) -> Bytes:
     """The bytes of a contiguous tensor in CPU memory."""
     return tensor.view(torch.uint8).numpy()
 
