@@ -359,11 +359,7 @@ class _Attaching:
 
     def _exchange(self, others: Mapping[nn.Parameter, nn.Parameter]) -> None:
         """Put other parameters where the model and its optimizer have these."""
-        for module in self.model.modules() if others else ():
-            own = module.named_parameters(recurse=False, remove_duplicate=False)
-            for name, parameter in list(own):
-                if parameter in others:
-                    setattr(module, name, others[parameter])
+        exchange(self.model, others)
         for group in self.groups:
             group.named = {name: others.get(p, p) for name, p in group.named.items()}
         for param_group in self.optimizer.param_groups if self.optimizer is not None else ():
@@ -526,6 +522,15 @@ class _SavePretrained:
         if asked.keys() <= {"shard_bytes", "selected_adapters", "save_embedding_layers"}:
             return offload.export(model, save_directory, **asked)
         return type(model).save_pretrained(model, save_directory, **options)
+
+
+def exchange(model: nn.Module, others: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    """Put other parameters where a model has these."""
+    for module in model.modules() if others else ():
+        own = module.named_parameters(recurse=False, remove_duplicate=False)
+        for name, parameter in list(own):
+            if parameter in others:
+                setattr(module, name, others[parameter])
 
 
 # -- parameters that were on the meta device -------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from offload.checkpoint.directory import whole_directory
-from offload.checkpoint.saving import WEIGHTS, parts_of, sets_of, settle, write_sets
+from offload.checkpoint.saving import WEIGHTS, buffers_of, parts_of, sets_of, settle, write_sets
 from offload.checkpoint.shards import SHARD_BYTES, Tensor
 from offload.model.engine import Engine, engine_of
 from offload.model.passes import refuse_inside
@@ -30,14 +30,12 @@ def export(
     shard_bytes: int = SHARD_BYTES,
     **options: Any,
 ) -> None:
-    """Write what `from_pretrained` of transformers reads: the config, the generation config and the
-    weights as safetensors with an index, through a window of some hundred MiB, whole or not at all.
+    """Write what `from_pretrained` of transformers reads: configs, and weights as safetensors with
+    an index, through a window of some hundred MiB, whole or not at all.
 
-    `model.save_pretrained(folder)` is this function while the model is attached. Of a model with
-    adapters of PEFT the adapters are written, as PEFT does it, and nothing else is read.
-
-    Into a folder that has files already the new ones are moved when all are written: a kill in that
-    moment leaves a folder without weights, never a mixture. Weights of an earlier export go.
+    While a model is attached, its `save_pretrained(folder)` is this function. Of one with adapters
+    of PEFT these alone are read and written. Into a folder that has files the new ones are moved
+    when all are written: a kill in that moment leaves it without weights, never with a mixture.
 
     Args:
         model: attached, of a class that has `save_pretrained`.
@@ -63,7 +61,6 @@ def export(
         raise TypeError(f"export: {', '.join(options)} is of adapters, and the model has none")
     with engine.lock, ExitStack() as opened:
         settle(engine)
-        # What is written beside the weights is transformers' own, or PEFT's.
         values = _adapters(engine, model, options) if adapters else {}
         opened.enter_context(interruptible())
         taken = os.path.isdir(where) and bool(os.listdir(where))
@@ -121,12 +118,9 @@ def _names(model: Any) -> dict[str, str]:
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """What a state dict of the model has, under each of its names."""
+    """What a state dict of the model has, parameters under each of their names."""
     yield from model.named_parameters(remove_duplicate=False)
-    for path, module in model.named_modules(remove_duplicate=False):
-        for name, one in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                yield f"{path}.{name}".lstrip("."), one
+    yield from buffers_of(model)
 
 
 def _adapters(

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import aio
-from offload.attachment import attach
+from offload.attachment import attach, exchange
 from offload.checkpoint.saving import WEIGHTS, bytes_of
 from offload.checkpoint.shards import SetReader, read_json
 from offload.config import Config, warn_user
@@ -30,10 +30,10 @@ from offload.runtime.shared_budget import SharedBudget
 WINDOW_BYTES = 256 << 20
 """Most memory beside the budgets."""
 
-PART_ELEMENTS = 4 << 20
-"""So many are compared at once."""
-
-OURS = "device_map max_memory offload_folder state_dict gguf_file quantization_config tp_plan"
+OURS = """
+    device_map max_memory offload_folder state_dict gguf_file quantization_config tp_plan variant
+    distributed_config subfolder
+"""
 """Options of transformers that say where weights live or come from."""
 
 
@@ -56,17 +56,15 @@ def from_pretrained(
             optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-5),
         )
 
-    The model never lies in memory: beside the budgets there are at most 256 MiB. Names, shapes,
-    dtypes, ties and first values are those of transformers' own `from_pretrained`, and so is its
-    report of what is missing, unexpected or mismatched. Checksums are compared where the index has
-    them, as those of `offload.export` do.
+    Beside the budgets it takes at most 256 MiB. Names, dtypes, ties, first values and the report of
+    what is missing, unexpected or mismatched are those of transformers' own `from_pretrained`.
+    Checksums are compared where the index has them, as that of `offload.export` does.
 
     Args:
         kind: the class, or an Auto class: what has `from_pretrained`.
         folder: on this machine, with `config.json` and safetensors, in one file or several.
         config: where things live and how much may be taken; the default finds out.
-        optimizer: makes the optimizer of the model whose weights have no values yet; None serves
-            it forward-only.
+        optimizer: makes that of the model, whose weights have no values yet; None serves it.
         prepare: what is done to the model before that, such as
             `lambda model: get_peft_model(model, LoraConfig(...))`; it sees weights full of NaN.
         budget: shared with other models.
@@ -77,8 +75,7 @@ def from_pretrained(
         and the optimizer to step, or None.
 
     Raises:
-        ValueError: the folder has no such model, or what it needs is not offered; nothing was
-            taken.
+        ValueError: the folder has no such model, or what it needs is not offered.
         RuntimeError: shapes in the files are others than the model's, as transformers says.
         BudgetError: the model does not fit the budgets, with a table.
         OSError: a file cannot be read; EIO where a checksum is another.
@@ -90,16 +87,16 @@ def from_pretrained(
         reader = opened.enter_context(closing(SetReader(where, WEIGHTS, backend)))
         options |= {"device_map": "meta", "output_loading_info": True}
         model, report = kind.from_pretrained(where, **options)
-        source = _Source(reader, model, {key for key, *_ in report["mismatched_keys"]})
+        new = {key for key, *_ in report["mismatched_keys"]}
+        source = _Source(reader, model, new, options.get("key_mapping"))
         source.check()
         _tie(model, source)
-        _make_the_rest(model, source)
-        sites = {(module, at): key for module, at, key in _sites(model, source.recipes)}
+        _make_the_rest(model, source, new | {*report["missing_keys"]})
+        sites = [*_sites(model, source.recipes)]
         model = model if prepare is None else _prepared(model, prepare)
-        for path, module in model.named_modules(remove_duplicate=False):
-            for at in module._parameters:
-                if (module, at) in sites:
-                    source.keys[f"{path}.{at}".lstrip(".")] = sites[module, at]
+        paths = {module: path for path, module in model.named_modules()}
+        for module, at, key in sites:
+            source.keys[f"{paths.get(module)}.{at}".lstrip(".")] = key
         made = None if optimizer is None else optimizer(model)
         model.train(made is not None)
         return attach(model, made, config, read=source, budget=budget)
@@ -107,10 +104,10 @@ def from_pretrained(
 
 def _check_folder(where: str, options: Mapping[str, Any]) -> None:
     """Refuse what cannot be streamed, before anything is built."""
-    if given := [name for name in (*OURS.split(), "subfolder", "variant") if options.get(name)]:
+    if given := [name for name in OURS.split() if options.get(name)]:
         raise ValueError(
-            f"from_pretrained: {given[0]} is not offered: offload.Config says where weights live, "
-            "and the folder itself has them, as safetensors"
+            f"from_pretrained: {given[0]} is not offered: the folder itself has the weights, as "
+            "safetensors, and offload.Config says where they live"
         )
     found = os.path.join(where, "config.json")
     if not os.path.isfile(found):
@@ -121,12 +118,8 @@ def _check_folder(where: str, options: Mapping[str, Any]) -> None:
         )
     if read_json(found).get("quantization_config") is not None:
         raise ValueError(
-            f"{found} is of a quantized model, and only weights of floating point can be streamed: "
-            "take the model in bfloat16"
+            f"{found} is of a quantized model, which cannot be streamed: take it in bfloat16"
         )
-    both = [f"{WEIGHTS}.safetensors{end}" for end in ("", ".index.json")]
-    if all(os.path.exists(os.path.join(where, name)) for name in both):
-        raise ValueError(f"{where} has {' and '.join(both)}: remove the one that is old")
 
 
 # -- what the files have ---------------------------------------------------------------------------
@@ -134,12 +127,11 @@ def _check_folder(where: str, options: Mapping[str, Any]) -> None:
 
 @dataclass
 class _Recipe:
-    """What a parameter, or several, are made of."""
+    """What parameters are made of: one tensor as it is, or by a converter of transformers."""
 
     key: str
-    """The first of them, by which transformers calls the group."""
+    """The first of the parameters."""
     converter: Any
-    """Of transformers; None where one tensor is taken as it is."""
     operands: list[tuple[str, str]] = field(default_factory=list)
     """Of the files: the name, and the converter's pattern that it matched."""
     parts: int = 1
@@ -149,7 +141,7 @@ class _Recipe:
 class _Source:
     """Reads parameters of a model from files, as `attach` asks for them."""
 
-    def __init__(self, reader: SetReader, model: Any, mismatched: set[str]):
+    def __init__(self, reader: SetReader, model: Any, mismatched: set[str], renamed: Any):
         """Find the recipe of all that the model and the files have, as transformers maps them."""
         from transformers import core_model_loading as core
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -157,7 +149,7 @@ class _Source:
         self._reader, self._model = reader, model
         state = model.state_dict()
         self.shapes = {key: (one.shape, one.dtype) for key, one in state.items()}
-        mapping = get_model_conversion_mapping(model)
+        mapping = get_model_conversion_mapping(model, renamed)
         renamings = [one for one in mapping if isinstance(one, core.WeightRenaming)]
         converters = [one for one in mapping if isinstance(one, core.WeightConverter)]
         by_pattern = {part: one for one in converters for part in one.source_patterns}
@@ -206,13 +198,6 @@ class _Source:
             into[: taken.numel()].copy_(taken)
             start, into = start + taken.numel(), into[taken.numel() :]
 
-    def _operand(self, name: str, device: str) -> torch.Tensor:
-        tensor = self._reader.places[name].tensor
-        found = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device=device)
-        if device != "meta":
-            self._reader.read(name, 0, bytes_of(found.reshape(-1)))
-        return found
-
     def _convert(
         self, recipe: _Recipe, device: str = "meta", part: int = 0
     ) -> dict[str, torch.Tensor]:
@@ -225,7 +210,11 @@ class _Source:
                 for pattern in dict.fromkeys(pattern for _, pattern in operands)
             ]
         for name, pattern in operands:
-            one.add_tensor(recipe.key, name, pattern, self._operand(name, device).to(dtype))
+            tensor = self._reader.places[name].tensor
+            found = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device=device)
+            if device != "meta":
+                self._reader.read(name, 0, bytes_of(found.view(-1)))
+            one.add_tensor(recipe.key, name, pattern, found.to(dtype))
         made = one.convert(recipe.key, model=self._model, config=self._model.config)
         return {k: v[0] if isinstance(v, list) else v for k, v in made.items()}
 
@@ -242,7 +231,7 @@ class _Source:
         return count if all(patterns.count(one) == count for one in patterns) else 1
 
     def check(self) -> None:
-        """Refuse what would take more than the window, or is no value of the model."""
+        """Refuse what would take more than the window."""
         for key, one in self.recipes.items():
             if one.converter is None:
                 continue
@@ -280,27 +269,24 @@ def _tie(model: Any, source: _Source) -> None:
         here, there = model.get_parameter(target), model.get_parameter(origin)
         if here is there or not {target, origin} <= source.recipes.keys():
             continue
-        parts = [torch.empty(PART_ELEMENTS, dtype=one.dtype) for one in (here, there)]
-        same, total = here.shape == there.shape, here.numel()
-        for start in range(0, total, PART_ELEMENTS):  # To the end, for the checksums.
-            stop = min(PART_ELEMENTS, total - start)
-            for key, part in zip((target, origin), parts):
-                source.fill(key, start, part[:stop])
-            same = same and torch.equal(parts[0][:stop], parts[1][:stop])
+        same, total, most = here.shape == there.shape, here.numel(), 4 << 20
+        for start in range(0, total, most):  # To the end, for the checksums.
+            parts = torch.empty(2, min(most, total - start), dtype=here.dtype)
+            source.fill(target, start, parts[0])
+            source.fill(origin, start, parts[1])
+            same = same and torch.equal(*parts)
         if same:
             path, _, at = target.rpartition(".")
             setattr(model.get_submodule(path), at, there)
             del source.recipes[target]
         else:
             del model.all_tied_weights_keys[target]
-            warn_user(
-                f"the config ties {target} to {origin}, and the files have both with different "
-                "values: they are not tied; tie_word_embeddings=False in the config says so"
-            )
+            warn_user(f"{target} is not tied to {origin}: the files have both, with other values")
 
 
-def _make_the_rest(model: Any, source: _Source) -> None:
-    """Let all buffers, and the parameters that the files lack, be real, with their first values.
+def _make_the_rest(model: Any, source: _Source, new: set[str]) -> None:
+    """Let all buffers, and the parameters that the files lack, be real, with their first values;
+    `new` is what transformers says of the latter.
 
     Raises:
         ValueError: the files lack more parameters than the window has room for.
@@ -315,8 +301,11 @@ def _make_the_rest(model: Any, source: _Source) -> None:
         if owner is module._buffers or (module, at) not in filled
     ]
     parameters = {one for _, _, one, _ in lacking if isinstance(one, nn.Parameter)}
+    names = [name for name, one in model.named_parameters() if one in parameters]
+    for name in names:  # Such as one of another file that a class knows of.
+        if getattr(model.get_parameter(name), "_is_hf_initialized", False) and name not in new:
+            raise ValueError(f"this release of transformers has {name} of what is not known here")
     if (total := sum(one.nbytes for one in parameters)) > WINDOW_BYTES:
-        names = [name for name, one in model.named_parameters() if one in parameters]
         raise ValueError(
             f"the files lack {', '.join(names[:3])} and others, {format_bytes(total)}, and at most "
             f"{format_bytes(WINDOW_BYTES)} are made beside the budgets: likely they are of another "
@@ -344,31 +333,22 @@ def _prepared(model: nn.Module, prepare: Callable[[nn.Module], nn.Module]) -> nn
     Raises:
         ValueError: it has used the values.
     """
-    stand_ins: dict[int, nn.Parameter] = {}
-    for parameter in [one for one in model.parameters() if one.is_meta]:
-        nan = torch.full((1,), float("nan"), dtype=parameter.dtype)
-        shown = nn.Parameter(nan.expand(parameter.shape) if parameter.dim() else nan[0])
-        shown.requires_grad_(parameter.requires_grad)
-        stand_ins[id(parameter)] = shown
-    _exchange(model, stand_ins)
+    shown: dict[nn.Parameter, nn.Parameter] = {}
+    for one in [one for one in model.parameters() if one.is_meta]:
+        nan = torch.full((1,), float("nan"), dtype=one.dtype)
+        values = nan.expand(one.shape) if one.dim() else nan[0]
+        shown[one] = nn.Parameter(values, one.requires_grad)
+    exchange(model, shown)
     model = prepare(model)
     again = {
-        id(shown): nn.Parameter(shown.to("meta"), shown.requires_grad)
-        for shown in stand_ins.values()
+        one: nn.Parameter(one.to("meta"), one.requires_grad)  # Which `prepare` may have changed.
+        for one in shown.values()
     }
-    for name, parameter in model.named_parameters():
-        if id(parameter) not in again and (parameter.is_meta or parameter.isnan().any()):
+    for name, one in model.named_parameters():
+        if one not in again and (one.is_meta or one.isnan().any()):
             raise ValueError(
                 f"prepare made {name} of weights that have no values yet: let it need none "
                 "(init_lora_weights=True), or load the model without offload, prepare and attach"
             )
-    _exchange(model, again)
+    exchange(model, again)
     return model
-
-
-def _exchange(model: nn.Module, others: Mapping[int, nn.Parameter]) -> None:
-    """Put other parameters where a model has these."""
-    for module in model.modules():
-        for at, parameter in module._parameters.items():
-            if id(parameter) in others:
-                module._parameters[at] = others[id(parameter)]

@@ -67,6 +67,7 @@ def save(
     *,
     user: Any = None,
     scheduler: Any = None,
+    frozen: bool = True,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write all that training goes on from to a directory, which is there whole or not at all.
@@ -81,6 +82,8 @@ def save(
         user: data of JSON, tuples and dicts of any keys, which `load` returns: where in the data
             set the run is, say.
         scheduler: an object with `state_dict()` of such data, as those of torch have.
+        frozen: False leaves out the weights that are not trained, such as the base of an adapter;
+            `load` leaves them as they are then.
         shard_bytes: most bytes of one file.
 
     Raises:
@@ -92,6 +95,12 @@ def save(
     refuse_inside("offload.save()")
     engine, where, states = _engine_of(model, optimizer), os.fspath(directory), dict[str, Any]()
     run: dict[str, Any] = {"format": FORMAT, "step": engine.steps, "user": encoded(user, "user")}
+    if optimizer is None and not frozen:
+        raise ValueError(
+            "asked to save with frozen=False; found no optimizer: without one all weights are "
+            "frozen; this needs the optimizer that attach returned"
+        )
+    run["frozen"] = frozen
     if scheduler is not None:
         run["scheduler"] = encoded(scheduler.state_dict(), "the scheduler's state")
     with engine.lock, ExitStack() as opened:
@@ -101,10 +110,10 @@ def save(
             run["optimizer"] = {"rule": optimizer.rule, "states": states}
             run["optimizer"]["groups"] = _groups(optimizer)
             run["random"] = random_state(engine.runner.device.torch_device)
-        sets = sets_of(engine, model, states)
+        sets = sets_of(engine, model, states, frozen)
         opened.enter_context(interruptible())
         new = opened.enter_context(whole_directory(where))
-        parts = parts_of(engine, model, optimizer, states)
+        parts = parts_of(engine, model, optimizer, states, frozen)
         write_sets(new, sets, parts, f"saving to {where}", shard_bytes)
         write_run(new, run)
 
@@ -138,11 +147,12 @@ def load(
     engine, where, states = _engine_of(model, optimizer), os.fspath(directory), dict[str, Any]()
     with engine.lock, ExitStack() as opened:
         run = read_run(where)
+        frozen = run.get("frozen", True)
         if optimizer is not None:
             _check_run(run, optimizer, scheduler)
             states = run["optimizer"]["states"]
         settle(engine)
-        sets = sets_of(engine, model, states)
+        sets = sets_of(engine, model, states, frozen)
         backend = opened.enter_context(closing(aio.open_backend()))
         readers = {
             prefix: opened.enter_context(closing(SetReader(where, prefix, backend)))
@@ -158,7 +168,7 @@ def load(
             return found
 
         with engine.runner.once():
-            _fill(engine, model, optimizer, states, read)
+            _fill(engine, model, optimizer, states, frozen, read)
             if optimizer is not None:
                 engine.steps = run["step"]
                 optimizer.take_options(_options(run))
@@ -213,14 +223,16 @@ def settle(engine: Engine) -> None:
     engine.runner.drain()
 
 
-def _parameters(engine: Engine) -> Iterator[tuple[tuple[int, int], Parameter]]:
-    """All parameters in the order in which they lie, each with its unit and index."""
+def _parameters(engine: Engine, frozen: bool = True) -> Iterator[tuple[tuple[int, int], Parameter]]:
+    """All parameters, or those that are trained, in the order in which they lie, each with its unit
+    and index."""
     for unit, spec in enumerate(engine.plan.profile.units):
         for index, one in enumerate(spec.parameters):
-            yield (unit, index), one
+            if frozen or one.trainable:
+                yield (unit, index), one
 
 
-def _buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def buffers_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """The buffers that a state dict has, each once."""
     seen = set[int]()
     for path, module in model.named_modules():
@@ -230,10 +242,10 @@ def _buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{path}.{name}".lstrip("."), buffer
 
 
-def sets_of(engine: Engine, model: nn.Module, states: States) -> Sets:
+def sets_of(engine: Engine, model: nn.Module, states: States, frozen: bool = True) -> Sets:
     """The tensors of a save, in the order of `parts_of`."""
     found: Sets = {WEIGHTS: {}}
-    for _, one in _parameters(engine):
+    for _, one in _parameters(engine, frozen):
         slots = states[one.name]["slots"] if one.name in states else {}
         for prefix, dtype in {WEIGHTS: one.dtype, **slots}.items():
             found.setdefault(prefix, {})[one.name] = Tensor(one.name, dtype, one.shape)
@@ -243,7 +255,7 @@ def sets_of(engine: Engine, model: nn.Module, states: States) -> Sets:
                 f"asked for a whole save; found that {path or 'the model'} keeps extra state, "
                 "which may be any object; try torch.save(model.state_dict())"
             )
-    for name, buffer in _buffers(model):
+    for name, buffer in buffers_of(model):
         found[WEIGHTS][name] = Tensor(name, _name_of(buffer.dtype), tuple(buffer.shape))
     return found
 
@@ -289,17 +301,22 @@ class _Chunk(NamedTuple):
         return self.weight, self.state
 
 
-def _chunks(engine: Engine) -> Iterator[_Chunk]:
-    """All chunks, in the order in which they lie: that of their parameters."""
+def _chunks(engine: Engine, frozen: bool) -> Iterator[_Chunk]:
+    """All chunks, or those that are trained, in the order of their parameters."""
     for unit, spec in enumerate(engine.plan.profile.units):
         for at, pieces in sorted(engine.plan.profile.by_chunk(unit).items()):
             weight = None if unit in engine.residents else Value("weight", unit, at)
             state = Value("state", unit, at) if at < len(spec.chunks) else None
-            yield _Chunk(pieces, weight, state)
+            if frozen or state is not None:
+                yield _Chunk(pieces, weight, state)
 
 
 def parts_of(
-    engine: Engine, model: nn.Module, optimizer: Optimizer | None, states: States
+    engine: Engine,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    states: States,
+    frozen: bool = True,
 ) -> Iterator[tuple[str, str, torch.Tensor]]:
     """All values, part by part: the prefix, the name and the part, 1-D, where it lies."""
 
@@ -307,7 +324,7 @@ def parts_of(
         wanted = chunk.values if states else (chunk.weight, None)
         return chunk, [one and engine.runner.read_home(one) for one in wanted]
 
-    for chunk, (weights, record) in _ahead(read, _chunks(engine)):
+    for chunk, (weights, record) in _ahead(read, _chunks(engine, frozen)):
         for piece in chunk.pieces:
             one = engine.plan.profile.units[piece.unit].parameters[piece.parameter]
             if weights is None:
@@ -320,7 +337,7 @@ def parts_of(
                 slots = optimizer.states.part(piece, record)
                 for slot in states[one.name]["slots"]:
                     yield slot, one.name, slots[slot]
-    for name, buffer in _buffers(model):
+    for name, buffer in buffers_of(model):
         yield WEIGHTS, name, buffer.detach().reshape(-1)
 
 
@@ -330,6 +347,7 @@ def _fill(
     model: nn.Module,
     optimizer: Optimizer | None,
     states: States,
+    frozen: bool,
     read: Callable[[str, str, int, int], torch.Tensor],
 ) -> None:
     """Let all values be what `read` gives of a set and a name: so many elements from one on."""
@@ -365,7 +383,7 @@ def _fill(
 
     with ThreadPoolExecutor(AHEAD) as pool:  # What is on nvme is written while the next is read.
         begun = deque[Future[None]]()
-        for chunk in _chunks(engine):
+        for chunk in _chunks(engine, frozen):
             put = found(chunk)
             homes = [engine.plan.home(v.kind, v.unit).tier for v in chunk.values if v is not None]
             if "nvme" in homes and "device" not in homes:
@@ -380,7 +398,7 @@ def _fill(
         assert optimizer is not None
         saved = states.get(parameter.name, {"steps": 0, "slots": {}})
         optimizer.states.count(owner, saved["steps"], saved["slots"])
-    for name, buffer in _buffers(model):
+    for name, buffer in buffers_of(model):
         buffer.copy_(read(WEIGHTS, name, 0, buffer.numel()).view(buffer.shape))
 
 

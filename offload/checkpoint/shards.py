@@ -198,7 +198,7 @@ class SetReader:
     """Reads the tensors of a set, best in the order in which they lie."""
 
     def __init__(self, directory: str, prefix: str, backend: aio.Backend):
-        """Read the index, or where there is none `PREFIX.safetensors`, and all headers.
+        """Read `PREFIX.safetensors`, or where there is none the index, and all headers.
 
         Raises:
             OSError: a file is missing, or cannot be read.
@@ -218,7 +218,7 @@ class SetReader:
 
     def _open(self, index: str, prefix: str) -> None:
         single = f"{prefix}.safetensors"
-        if not os.path.exists(index) and os.path.exists(os.path.join(self._directory, single)):
+        if os.path.exists(os.path.join(self._directory, single)):
             for one, start in self._header(single):
                 self.places[one.name] = _Place(one, single, start, None)
             return
