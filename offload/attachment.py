@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -48,7 +49,7 @@ from offload.runtime.memory import Memory, host_tensor, zeros_on
 from offload.runtime.runner import Pace, Runner
 from offload.runtime.shared_budget import SharedBudget
 from offload.runtime.stats import Trace
-from offload.runtime.store import Store
+from offload.runtime.store import AHEAD, Store, ahead
 from offload.runtime.torch_internals import no_trap
 
 EXPOSED_BYTES_LEAST = 256 << 20
@@ -340,11 +341,11 @@ class _Attaching:
             FlatUnit(u, spec, self.groups[u], stand_ins)
             for u, spec in enumerate(self.plan.profile.units)
         ]
-        for unit in self._units:
-            if self.read is None:
+        if self.read is None:
+            for unit in self._units:
                 self._move(unit, runner)
-            else:
-                self._stream(unit, runner)
+        else:
+            self._stream(runner)
         self.device.trim()  # Of the units on their way.
         States(runner).clear()
 
@@ -401,14 +402,38 @@ class _Attaching:
             runner.write_home(Value("weight", unit.index, piece), buffer[offset : offset + size])
         unit.unbind()
 
-    def _stream(self, unit: FlatUnit, runner: Runner) -> None:
-        """Move a unit's weights chunk by chunk; those that have no values yet are read."""
-        resident = unit.index in self.plan.residents
+    def _stream(self, runner: Runner) -> None:
+        """Move all weights chunk by chunk; those that have no values yet are read."""
+        sizes = [size for unit in self._units for _, size in unit.spec.weight_chunks]
+        buffers = itertools.cycle([host_tensor(max(sizes)) for _ in range(AHEAD + 2)])
+
+        def chunks() -> Iterator[tuple[Value, torch.Tensor]]:
+            """Those that go to nvme; the others are moved here."""
+            for unit in self._units:
+                resident = unit.index in self.plan.residents
+                for value, content in self._contents(unit, buffers, resident=resident):
+                    if self.plan.home("weight", unit.index).tier == "nvme":
+                        yield value, content
+                    elif not resident:
+                        runner.write_home(value, content)
+
+        for _ in ahead(lambda one: runner.write_home(*one), chunks()):
+            pass
+        self.device.drain()
+        for unit in self._units:
+            for parameter in unit.parameters:
+                parameter.grad = None
+            if unit.index not in self.plan.residents:
+                unit.unbind()
+
+    def _contents(
+        self, unit: FlatUnit, buffers: Iterator[torch.Tensor], *, resident: bool
+    ) -> Iterator[tuple[Value, torch.Tensor]]:
+        """The weights of each chunk of a unit; a resident one has them then, as torch has it."""
         values = [parameter.data for parameter in unit.parameters]
-        if resident:
-            views = [self.device.empty(v.shape, v.dtype).zero_() for v in values]
+        views = [self.device.empty(v.shape, v.dtype).zero_() for v in values if resident]
         for chunk, pieces in sorted(self.plan.profile.by_chunk(unit.index).items()):
-            content = host_tensor(unit.spec.weight_chunks[chunk][1])
+            content = next(buffers)[: unit.spec.weight_chunks[chunk][1]].zero_()
             for piece in pieces:
                 at, part = piece.parameter, slice(piece.parameter_start, piece.parameter_stop)
                 there = content.view(values[at].dtype)[piece.chunk_start :][: piece.elements]
@@ -419,16 +444,9 @@ class _Attaching:
                     there.copy_(values[at].reshape(-1)[part])
                 if resident:
                     views[at].view(-1)[part].copy_(there)
-            if not resident:
-                runner.write_home(Value("weight", unit.index, chunk), content)
-        for at, parameter in enumerate(unit.parameters):
-            parameter.grad = None
-            if resident:
-                parameter.data = views[at]
-        if resident:
-            self.device.drain()
-        else:
-            unit.unbind()
+            yield Value("weight", unit.index, chunk), content
+        for parameter, view in zip(unit.parameters, views):
+            parameter.data = view  # Last: what fails loses no value.
 
     # -- hooking the model -------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import Any
@@ -89,7 +89,6 @@ def from_pretrained(
         model, report = kind.from_pretrained(where, **options)
         new = {key for key, *_ in report["mismatched_keys"]}
         source = _Source(reader, model, new, options.get("key_mapping"))
-        source.check()
         _tie(model, source)
         _make_the_rest(model, source, new | {*report["missing_keys"]})
         sites = [*_sites(model, source.recipes)]
@@ -165,21 +164,15 @@ class _Source:
         self.recipes: dict[str, _Recipe] = {}
         """By the name in the model's state dict."""
         for key, one in groups.items():
-            for made in [key] if one.converter is None else self._convert(one):
-                self.recipes[made] = one
-            one.parts = self._parts(one)
+            self.recipes |= dict.fromkeys([key] if one.converter is None else self._plan(one), one)
         self.keys: dict[str, str] = {}
-        """The name in the state dict before `prepare`, by that after it."""
+        """That name, by the one after `prepare`."""
         self._made: tuple[Any, dict[str, torch.Tensor]] = None, {}
         """What the last converter has made, and of what."""
 
     def __call__(self, name: str, start: int, into: torch.Tensor) -> None:
         """Fill `into` with the values of a parameter from an element on."""
-        self.fill(self.keys[name], start, into)
-
-    def fill(self, key: str, start: int, into: torch.Tensor) -> None:
-        """As a call, by the name in the state dict before `prepare`."""
-        one = self.recipes[key]
+        one = self.recipes[key := self.keys.get(name, name)]
         if one.converter is None:
             name = one.operands[0][0]
             dtype = getattr(torch, self._reader.places[name].tensor.dtype)
@@ -218,33 +211,33 @@ class _Source:
         made = one.convert(recipe.key, model=self._model, config=self._model.config)
         return {k: v[0] if isinstance(v, list) else v for k, v in made.items()}
 
-    def _parts(self, recipe: _Recipe) -> int:
-        """In how many parts a result can be made: experts that are stacked, say."""
-        operations = [] if recipe.converter is None else recipe.converter.operations
-        kinds = [type(one).__name__ for one in operations]
-        stacks = kinds[:1] == ["MergeModulelist"] and operations[0].dim == 0
-        joins = all(one == "Concatenate" for one in kinds[1:])
-        if not (stacks and joins and all(one.dim > 0 for one in operations[1:])):
-            return 1
-        patterns = [pattern for _, pattern in recipe.operands]
-        count = self.shapes[recipe.key][0][0]
-        return count if all(patterns.count(one) == count for one in patterns) else 1
+    def _plan(self, recipe: _Recipe) -> Iterable[str]:
+        """What a converter makes; where it stacks experts, that is done one after the other.
 
-    def check(self) -> None:
-        """Refuse what would take more than the window."""
-        for key, one in self.recipes.items():
-            if one.converter is None:
-                continue
-            operands = sum(self._reader.places[name].tensor.bytes for name, _ in one.operands)
-            made = self._convert(one).values()
-            results = one.parts * sum(each.nbytes for each in made)
-            if (taken := (operands + 2 * results) // one.parts) > WINDOW_BYTES:
-                raise ValueError(
-                    f"{key} is converted by {one.converter.operations} of transformers from "
-                    f"{one.operands[0][0]} and others, which takes {format_bytes(taken)}; at most "
-                    f"{format_bytes(WINDOW_BYTES)} are taken beside the budgets; try files in the "
-                    "names of the model: save_pretrained(..., save_original_format=False)"
-                )
+        Raises:
+            ValueError: it would take more than the window.
+        """
+        operations = recipe.converter.operations
+        made = self._convert(recipe)
+        first, *others = [(type(one).__name__, getattr(one, "dim", -1)) for one in operations]
+        patterns = [pattern for _, pattern in recipe.operands]
+        count = next(iter(made.values())).shape[0]
+        if (
+            first == ("MergeModulelist", 0)
+            and all(kind == "Concatenate" and dim > 0 for kind, dim in others)
+            and all(patterns.count(one) == count for one in patterns)
+        ):
+            recipe.parts = count
+        operands = sum(self._reader.places[name].tensor.bytes for name, _ in recipe.operands)
+        results = sum(each.nbytes for each in made.values())
+        if (taken := (operands + 2 * results) // recipe.parts) > WINDOW_BYTES:
+            raise ValueError(
+                f"{recipe.key} is converted by {operations} of transformers from "
+                f"{recipe.operands[0][0]} and others, which takes {format_bytes(taken)}; at most "
+                f"{format_bytes(WINDOW_BYTES)} are taken beside the budgets; try files in the "
+                "names of the model: save_pretrained(..., save_original_format=False)"
+            )
+        return made
 
 
 # -- what they lack --------------------------------------------------------------------------------
@@ -272,8 +265,8 @@ def _tie(model: Any, source: _Source) -> None:
         same, total, most = here.shape == there.shape, here.numel(), 4 << 20
         for start in range(0, total, most):  # To the end, for the checksums.
             parts = torch.empty(2, min(most, total - start), dtype=here.dtype)
-            source.fill(target, start, parts[0])
-            source.fill(origin, start, parts[1])
+            source(target, start, parts[0])
+            source(origin, start, parts[1])
             same = same and torch.equal(*parts)
         if same:
             path, _, at = target.rpartition(".")
@@ -318,7 +311,7 @@ def _make_the_rest(model: Any, source: _Source, new: set[str]) -> None:
             if isinstance(tensor, nn.Parameter):
                 real = nn.Parameter(real, tensor.requires_grad)
             elif key is not None:
-                source.fill(key, 0, real.view(-1))
+                source(key, 0, real.view(-1))
                 real._is_hf_initialized = True  # type: ignore[attr-defined]
             made[tensor] = real
         owner[at] = made[tensor]

@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -44,14 +42,9 @@ from offload.planning.profile import Parameter, Piece
 from offload.program.ops import Value
 from offload.runtime.entry import entry, interruptible
 from offload.runtime.memory import host_tensor
+from offload.runtime.store import ahead
 
 WEIGHTS = "model"
-AHEAD = 4
-"""Chunks that are read or written beside the one at hand."""
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
-
 Sets = dict[str, dict[str, Tensor]]
 """By prefix of its files, the tensors of each set in their order, by name."""
 
@@ -324,7 +317,7 @@ def parts_of(
         wanted = chunk.values if states else (chunk.weight, None)
         return chunk, [one and engine.runner.read_home(one) for one in wanted]
 
-    for chunk, (weights, record) in _ahead(read, _chunks(engine, frozen)):
+    for chunk, (weights, record) in ahead(read, _chunks(engine, frozen)):
         for piece in chunk.pieces:
             one = engine.plan.profile.units[piece.unit].parameters[piece.parameter]
             if weights is None:
@@ -381,37 +374,23 @@ def _fill(
 
         return put
 
-    with ThreadPoolExecutor(AHEAD) as pool:  # What is on nvme is written while the next is read.
-        begun = deque[Future[None]]()
+    def puts() -> Iterator[Callable[[], None]]:
         for chunk in _chunks(engine, frozen):
             put = found(chunk)
             homes = [engine.plan.home(v.kind, v.unit).tier for v in chunk.values if v is not None]
             if "nvme" in homes and "device" not in homes:
-                begun.append(pool.submit(put))
+                yield put
             else:
                 put()
-            while len(begun) > AHEAD:
-                begun.popleft().result()
-        for one in begun:
-            one.result()
+
+    for _ in ahead(lambda put: put(), puts()):
+        pass  # What is on nvme is written while the next is read.
     for owner, parameter in _parameters(engine) if optimizer is not None else ():
         assert optimizer is not None
         saved = states.get(parameter.name, {"steps": 0, "slots": {}})
         optimizer.states.count(owner, saved["steps"], saved["slots"])
     for name, buffer in buffers_of(model):
         buffer.copy_(read(WEIGHTS, name, 0, buffer.numel()).view(buffer.shape))
-
-
-def _ahead(call: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
-    """What `call` gives of each item, in order: on a thread, which begins the next ones before."""
-    with ThreadPoolExecutor(AHEAD) as pool:
-        begun = deque[Future[Result]]()
-        for item in items:
-            begun.append(pool.submit(call, item))
-            if len(begun) > AHEAD:
-                yield begun.popleft().result()
-        while begun:
-            yield begun.popleft().result()
 
 
 def bytes_of(tensor: torch.Tensor) -> Bytes:
