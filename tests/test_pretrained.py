@@ -6,6 +6,8 @@ import copy
 import json
 import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -175,6 +177,19 @@ def test_two_that_are_tied_are_compared_where_the_files_have_both(tmp_path: Path
     optimizer.engine.close()
 
 
+def test_a_folder_of_the_hubs_cache_has_links(tmp_path: Path) -> None:
+    blobs, folder = saved(llama(), tmp_path / "blobs", max_shard_size="50KB"), tmp_path / "snapshot"
+    folder.mkdir()
+    for one in blobs.iterdir():
+        (folder / one.name).symlink_to(one)
+    model, optimizer = loaded(transformers.AutoModelForCausalLM, folder, tmp_path)
+    assert_alike(model, llama())
+    model.save_pretrained(folder)
+    optimizer.engine.close()
+    assert_alike(transformers.AutoModelForCausalLM.from_pretrained(folder), llama())
+    assert_alike(transformers.AutoModelForCausalLM.from_pretrained(blobs), llama())  # As before.
+
+
 # -- refused before anything is taken --------------------------------------------------------------
 
 
@@ -323,3 +338,56 @@ def test_a_model_of_nobody_is_not_exported(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="asked to export a Linear"):
         offload.export(model, tmp_path / "x")
     offload.engine_of(model).close()
+
+
+_PEAKS = """
+import json, os, sys, threading, time, torch, transformers, offload
+from transformers.models.llama import modeling_llama
+from transformers import generation
+from tests.test_budgets import anonymous
+from tests.pretrained import llama
+
+base, out = sys.argv[1:]
+llama().save_pretrained(out + "/first")  # What is imported at the first use.
+transformers.AutoModelForCausalLM.from_pretrained(out + "/first", device_map="meta")
+
+def resident():
+    with open("/proc/self/status") as status:
+        return anonymous(status.read())
+
+def watch():
+    while True:
+        peaks[-1] = max(peaks[-1], resident())
+        time.sleep(0.002)
+
+before, peaks = resident(), [0]
+threading.Thread(target=watch, daemon=True).start()
+config = offload.Config(params="nvme", nvme_path=out, device_memory="140MiB", cpu_memory="240MiB")
+model, _ = offload.from_pretrained(transformers.AutoModelForCausalLM, base, config)
+peaks.append(0)
+model.save_pretrained(out + "/export")
+taken = offload.engine_of(model).plan.taken_bytes
+print(json.dumps([one - before - taken("device") - taken("cpu") for one in peaks]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_loading_and_exporting_take_a_window_beside_the_budgets(tmp_path: Path) -> None:
+    build = llama(hidden_size=512, intermediate_size=2048, num_hidden_layers=40, vocab_size=60000)
+    size = sum(one.nbytes for one in build.parameters())
+    assert size > 600 << 20
+    assert build.lm_head.weight.nbytes > 100 << 20  # A unit of it alone would be seen.
+    saved(build.to(torch.bfloat16), tmp_path / "base", max_shard_size="100MB")
+    config = json.loads((tmp_path / "base" / "config.json").read_text())
+    (tmp_path / "base" / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _PEAKS, str(tmp_path / "base"), str(tmp_path)],
+        capture_output=True,
+        check=False,
+    )
+    assert not done.returncode, done.stderr.decode()[-2000:]
+    peaks = json.loads(done.stdout)
+    assert max(peaks) < 128 << 20, peaks
+    files = (tmp_path / "export").glob("*.safetensors")
+    assert sum(one.stat().st_size for one in files) > size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -146,14 +147,12 @@ def _adapters(
 
 
 def _move(new: str, folder: str) -> None:
-    """Put new files in the place of those of their names; the index goes first and comes last."""
-    weights = f"{WEIGHTS}.safetensors"
+    """Put new files where those of their names are: old weights go first, the index comes last."""
+    index = f"{WEIGHTS}.safetensors.index.json"
     files = sorted(os.listdir(new), key=lambda name: name.endswith(".index.json"))
-    if any(name.startswith(f"{WEIGHTS}-") for name in files):
-        for old in os.listdir(folder):
-            shard = old.startswith(f"{WEIGHTS}-") and old.endswith(".safetensors")
-            if shard or old in (weights, f"{weights}.index.json"):
-                os.remove(os.path.join(folder, old))
+    for old in os.listdir(folder) if index in files else ():
+        if re.fullmatch(rf"{WEIGHTS}(-\d+-of-\d+)?\.safetensors(\.index\.json)?", old):
+            os.remove(os.path.join(folder, old))
     for name in files:
         at = os.path.join(folder, name)
         if os.path.isdir(at):

@@ -84,7 +84,7 @@ def from_pretrained(
     _check_folder(where, options)
     with ExitStack() as opened:
         backend = opened.enter_context(closing(aio.open_backend()))
-        reader = opened.enter_context(closing(SetReader(where, WEIGHTS, backend)))
+        reader = opened.enter_context(closing(SetReader(where, WEIGHTS, backend, links=True)))
         options |= {"device_map": "meta", "output_loading_info": True}
         model, report = kind.from_pretrained(where, **options)
         new = {key for key, *_ in report["mismatched_keys"]}
