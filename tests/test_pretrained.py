@@ -266,6 +266,22 @@ def test_files_that_lack_most_are_refused(tmp_path: Path, monkeypatch: pytest.Mo
         loaded(transformers.AutoModelForCausalLM, folder, tmp_path)
 
 
+def test_what_only_transformers_has_found_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would have values of its own, in silence."""
+
+    class Blind(pretrained.SetReader):
+        def __init__(self, *given: Any, **options: Any):
+            super().__init__(*given, **options)
+            del self.places["model.norm.weight"]
+
+    monkeypatch.setattr(pretrained, "SetReader", Blind)
+    folder = saved(llama(), tmp_path / "model")
+    with pytest.raises(ValueError, match=r"transformers has model\.norm\.weight of what is not"):
+        loaded(transformers.AutoModelForCausalLM, folder, tmp_path)
+
+
 def test_a_bit_that_changed_in_our_files_is_found(tmp_path: Path) -> None:
     kind = transformers.AutoModelForCausalLM
     folder = saved(llama(), tmp_path / "theirs")

@@ -111,9 +111,8 @@ def _check_folder(where: str, options: Mapping[str, Any]) -> None:
     found = os.path.join(where, "config.json")
     if not os.path.isfile(found):
         raise ValueError(
-            f"asked to load {where}; found no config.json there: likely a name on the hub, or an "
-            "adapter's folder; try huggingface_hub.snapshot_download(NAME) for the first, and for "
-            "the second the base model, with prepare= that adds the adapter"
+            f"asked to load {where}; found no config.json: likely a name on the hub; try what "
+            "huggingface_hub.snapshot_download gives; of an adapter, its base and prepare="
         )
     if read_json(found).get("quantization_config") is not None:
         raise ValueError(
@@ -297,7 +296,10 @@ def _make_the_rest(model: Any, source: _Source, new: set[str]) -> None:
     names = [name for name, one in model.named_parameters() if one in parameters]
     for name in names:  # Such as one of another file that a class knows of.
         if getattr(model.get_parameter(name), "_is_hf_initialized", False) and name not in new:
-            raise ValueError(f"this release of transformers has {name} of what is not known here")
+            raise ValueError(
+                f"transformers has {name} of what is not known here, likely as its release is a "
+                "newer one: load the model by it, and attach"
+            )
     if (total := sum(one.nbytes for one in parameters)) > WINDOW_BYTES:
         raise ValueError(
             f"the files lack {', '.join(names[:3])} and others, {format_bytes(total)}, and at most "
