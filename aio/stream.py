@@ -124,7 +124,14 @@ class Reader:
             io.close(fd)
             raise
         self._held: OrderedDict[int, tuple[Bytes, Ticket]] = OrderedDict()
-        self._free = [_block(BLOCK_BYTES) for _ in range(BLOCKS)]
+        self._free: list[Bytes] = []
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Give the memory of all blocks back, until more is read."""
+        wait_all(ticket for _, ticket in self._held.values())
+        self._held.clear()
+        self._free = [_block(BLOCK_BYTES) for _ in range(BLOCKS)]  # Untouched, so none is taken.
 
     def read(self, at: int, into: Bytes) -> None:
         """Copy the bytes from offset `at` on.

@@ -12,7 +12,7 @@ those of many.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import cast
 
 import numpy as np
@@ -180,15 +180,16 @@ def square_sums(
     gradient: Tensor,
     first_leaf: int = 0,
     workspace: Tensor | None = None,
+    wait: Callable[[], None] | None = None,
 ) -> list[reference.Node]:
     """The sum of squares of part of a gradient, by subtrees: see `reference.square_sums`.
 
-    workspace: for a tensor that no kernel serves.
+    workspace, wait: for a tensor that no kernel serves.
     """
     check_dtypes((gradient, GRADIENT_DTYPES))
     chosen = _kernel_for(gradient)
     if chosen is None or chosen.native is None:
-        return reference.square_sums(gradient, first_leaf, workspace)
+        return reference.square_sums(gradient, first_leaf, workspace, wait)
     at = GRADIENT_NUMBERS[gradient.dtype], gradient.data_ptr(), gradient.numel()
     return cast("list[reference.Node]", chosen.native.square_sums(chosen.index, *at, first_leaf))
 

@@ -6,7 +6,7 @@ What a step computes is in `cpu_adam.rules`, with the contract on arithmetic tha
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 
 import torch
@@ -237,6 +237,7 @@ def square_sums(
     gradient: Tensor,
     first_leaf: int = 0,
     workspace: Tensor | None = None,
+    wait: Callable[[], None] | None = None,
 ) -> list[Node]:
     """The sum of the squares of part of a gradient: the largest subtrees in it, from the left.
 
@@ -247,9 +248,12 @@ def square_sums(
     has none at the right end goes up as it is. So parts that begin with a leaf (`first_leaf`),
     pushed in order, have the same `total` wherever the parameter is cut. NaN and infinity
     propagate. workspace: memory for temporaries, uint8 on the same device, of `squares_bytes`; else
-    it is made.
+    it is made. wait: lets the host wait for what this thread has queued on the device; without it,
+    reading the sums does, and may spin a core.
     """
     sums, nodes = leaf_sums(gradient, workspace), list[Node]()
+    if wait is not None:
+        wait()
     for leaf in enumerate(sums[: -(-gradient.numel() // SUM_BLOCK_ELEMENTS)].tolist(), first_leaf):
         push(nodes, (leaf[0], 0, leaf[1]))
     return nodes

@@ -33,6 +33,8 @@ __all__ = [
     "detach",
     "empty_weights",
     "engine_of",
+    "export",
+    "from_pretrained",
     "load",
     "save",
     "sleep",
@@ -48,10 +50,12 @@ TYPE_CHECKING = False  # As typing has it, which takes its time to import.
 
 if TYPE_CHECKING:
     from offload.attachment import attach, detach, empty_weights
+    from offload.checkpoint.exporting import export
     from offload.checkpoint.saving import load, save
     from offload.config import Config
     from offload.model.engine import Engine, engine_of
     from offload.planning.planner import BudgetError
+    from offload.pretrained import from_pretrained
     from offload.runtime.entry import EngineError
     from offload.runtime.shared_budget import SharedBudget
     from offload.runtime.stats import Report
@@ -60,6 +64,7 @@ else:
     _HOMES = dict.fromkeys(("attach", "detach", "empty_weights"), "attachment")
     _HOMES |= {"engine_of": "model.engine"}
     _HOMES |= dict.fromkeys(("load", "save"), "checkpoint.saving")
+    _HOMES |= {"export": "checkpoint.exporting", "from_pretrained": "pretrained"}
     _HOMES |= {"Config": "config", "Engine": "model.engine", "Report": "runtime.stats"}
     _HOMES |= {"EngineError": "runtime.entry", "BudgetError": "planning.planner"}
     _HOMES |= {"SharedBudget": "runtime.shared_budget", "sleep": "sleeping", "wake": "sleeping"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import os
 import weakref
@@ -20,6 +21,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from aio.system import is_memory
 from offload.checkpoint.commits import RunDirectory
 from offload.checkpoint.durable import Commits
+from offload.checkpoint.exporting import SavePretrained
 from offload.config import Config, warn_user
 from offload.model.access import ParameterAccess
 from offload.model.checks import check_arguments, check_model
@@ -47,11 +49,11 @@ from offload.program.ops import Value
 from offload.runtime import entry as entries
 from offload.runtime.device import CPU, Device, compute_device
 from offload.runtime.entry import entry
-from offload.runtime.memory import Memory, zeros_on
+from offload.runtime.memory import Memory, host_tensor, zeros_on
 from offload.runtime.runner import Pace, Runner
 from offload.runtime.shared_budget import SharedBudget
 from offload.runtime.stats import Trace
-from offload.runtime.store import Store
+from offload.runtime.store import AHEAD, Store, ahead
 from offload.runtime.torch_internals import no_trap
 
 EXPOSED_BYTES_LEAST = 256 << 20
@@ -72,6 +74,7 @@ def attach(
     config: Config | None = None,
     *,
     initialize: Callable[[nn.Module], object] | None = None,
+    read: Callable[[str, int, torch.Tensor], object] | None = None,
     budget: SharedBudget | None = None,
     machine: Machine | None = None,
     pace: Pace | None = None,
@@ -88,6 +91,8 @@ def attach(
         config: where things live and how much may be taken; the default finds out.
         initialize: called with each module that owns parameters on the meta device, once these
             have memory; default: the module's own `reset_parameters()`.
+        read: in its place, at any size of a unit: fills a 1-D tensor in CPU memory with values of
+            a parameter, by its name, from an element on; those of one are asked for in order.
         budget: shared with other models; what is left of it limits what `config` asks.
         machine: what there is, in place of what this host has.
         pace: when an op may end, for tests that imitate slower hardware.
@@ -106,7 +111,7 @@ def attach(
     _refuse_attached(model)
     if optimizer is not None:
         check_optimizer(optimizer)
-    check_model(model, optimizer, initializes=initialize is not None)
+    check_model(model, optimizer, initializes=initialize is not None or read is not None)
     if not all(engine.runner.closed for engine in engines):
         gc.collect()  # One that was dropped, but not closed, has its memory until then.
     device = compute_device()
@@ -127,11 +132,8 @@ def attach(
         if config.durable is not None:
             directory = RunDirectory(config.durable, resume=config.resume)
             failed.enter_context(closing(directory))
-        initialize = initialize or methodcaller("reset_parameters")
-        attaching = _Attaching(
-            model, optimizer, config, groups, placed, device, budget, initialize, directory
-        )
-        made = attaching.run(pace)
+        how = budget, initialize or methodcaller("reset_parameters"), read, directory
+        made = _Attaching(model, optimizer, config, groups, placed, device, *how).run(pace)
         if directory is not None and made[1] is not None:
             _go_on(model, made[1], directory, config)
         failed.pop_all()
@@ -206,6 +208,8 @@ def detach(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer | None]:
         hooks, optimizer = _attached.pop(model)
         original = optimizer.give_up() if optimizer is not None else None
         hooks.remove()
+        if isinstance(vars(model).get("save_pretrained"), SavePretrained):
+            del model.save_pretrained
         for parameter, value, gradient in values:
             make_plain(parameter, value)
             parameter.grad = None if gradient is None else gradient.to(value.dtype)
@@ -300,6 +304,7 @@ class _Attaching:
     device: Device
     budget: SharedBudget | None
     initialize: Callable[[nn.Module], object]
+    read: Callable[[str, int, torch.Tensor], object] | None
     directory: RunDirectory | None
     """Of a durable run."""
 
@@ -370,8 +375,11 @@ class _Attaching:
             FlatUnit(u, spec, self.groups[u], stand_ins)
             for u, spec in enumerate(self.plan.profile.units)
         ]
-        for unit in self._units:
-            self._move(unit, runner)
+        if self.read is None:
+            for unit in self._units:
+                self._move(unit, runner)
+        else:
+            self._stream(runner)
         self.device.trim()  # Of the units on their way.
         States(runner).clear()
 
@@ -386,11 +394,7 @@ class _Attaching:
 
     def _exchange(self, others: Mapping[nn.Parameter, nn.Parameter]) -> None:
         """Put other parameters where the model and its optimizer have these."""
-        for module in self.model.modules() if others else ():
-            own = module.named_parameters(recurse=False, remove_duplicate=False)
-            for name, parameter in list(own):
-                if parameter in others:
-                    setattr(module, name, others[parameter])
+        exchange(self.model, others)
         for group in self.groups:
             group.named = {name: others.get(p, p) for name, p in group.named.items()}
         for param_group in self.optimizer.param_groups if self.optimizer is not None else ():
@@ -432,6 +436,52 @@ class _Attaching:
             runner.write_home(Value("weight", unit.index, piece), buffer[offset : offset + size])
         unit.unbind()
 
+    def _stream(self, runner: Runner) -> None:
+        """Move all weights chunk by chunk; those that have no values yet are read."""
+        sizes = [size for unit in self._units for _, size in unit.spec.weight_chunks]
+        buffers = itertools.cycle([host_tensor(max(sizes)) for _ in range(AHEAD + 2)])
+
+        def chunks() -> Iterator[tuple[Value, torch.Tensor]]:
+            """Those that go to nvme; the others are moved here."""
+            for unit in self._units:
+                resident = unit.index in self.plan.residents
+                for value, content in self._contents(unit, buffers, resident=resident):
+                    if self.plan.home("weight", unit.index).tier == "nvme":
+                        yield value, content
+                    elif not resident:
+                        runner.write_home(value, content)
+
+        for _ in ahead(lambda one: runner.write_home(*one), chunks()):
+            pass
+        self.device.drain()
+        for unit in self._units:
+            for parameter in unit.parameters:
+                parameter.grad = None
+            if unit.index not in self.plan.residents:
+                unit.unbind()
+
+    def _contents(
+        self, unit: FlatUnit, buffers: Iterator[torch.Tensor], *, resident: bool
+    ) -> Iterator[tuple[Value, torch.Tensor]]:
+        """The weights of each chunk of a unit; a resident one has them then, as torch has it."""
+        values = [parameter.data for parameter in unit.parameters]
+        views = [self.device.empty(v.shape, v.dtype).zero_() for v in values if resident]
+        for chunk, pieces in sorted(self.plan.profile.by_chunk(unit.index).items()):
+            content = next(buffers)[: unit.spec.weight_chunks[chunk][1]].zero_()
+            for piece in pieces:
+                at, part = piece.parameter, slice(piece.parameter_start, piece.parameter_stop)
+                there = content.view(values[at].dtype)[piece.chunk_start :][: piece.elements]
+                if unit.parameters[at] in self._replaced:
+                    assert self.read is not None
+                    self.read(unit.spec.parameters[at].name, piece.parameter_start, there)
+                else:
+                    there.copy_(values[at].reshape(-1)[part])
+                if resident:
+                    views[at].view(-1)[part].copy_(there)
+            yield Value("weight", unit.index, chunk), content
+        for parameter, view in zip(unit.parameters, views):
+            parameter.data = view  # Last: what fails loses no value.
+
     # -- hooking the model -------------------------------------------------------------------------
 
     def _start(self, runner: Runner) -> tuple[nn.Module, Optimizer | None]:
@@ -459,6 +509,8 @@ class _Attaching:
         hooks = Hooks(engine, self.model)
         hooks.put_on(self.model, announcers, trains=self.optimizer is not None)
         attached[self.model], _attached[self.model] = engine, (hooks, optimizer)
+        if hasattr(type(self.model), "save_pretrained"):
+            vars(self.model).setdefault("save_pretrained", SavePretrained(self.model))
         return self.model, optimizer
 
     def _build_engine(self, runner: Runner) -> Engine:
@@ -479,7 +531,8 @@ class _Attaching:
     def _undo(self, runner: Runner) -> None:
         """Leave the model and the optimizer as they were before."""
         for unit in self._units:
-            if type(unit.parameters[0]) is OffloadedParameter:
+            moved = type(unit.parameters[0]) is OffloadedParameter
+            if moved and not all(p in self._replaced for p in unit.parameters):
                 self._restore(unit, runner)
         for tensor, device in self._devices.items():
             if tensor.device != device:
@@ -498,6 +551,15 @@ class _Attaching:
         buffer = torch.cat([value.to(on) for value in values])
         for parameter, view in zip(unit.parameters, unit.views_of(buffer).views):
             make_plain(parameter, view)
+
+
+def exchange(model: nn.Module, others: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    """Put other parameters where a model has these."""
+    for module in model.modules() if others else ():
+        own = module.named_parameters(recurse=False, remove_duplicate=False)
+        for name, parameter in list(own):
+            if parameter in others:
+                setattr(module, name, others[parameter])
 
 
 # -- parameters that were on the meta device -------------------------------------------------------

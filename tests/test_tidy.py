@@ -20,8 +20,8 @@ TEST_FILE_LINES_MAX = 500
 NATIVE_FILE_LINES_MAX = 900
 
 LINES_MAX = {
-    "offload": 15_400,
-    "offload/cli": 3_400,
+    "offload": 16_000,
+    "offload/cli": 3_550,
     "aio": 4_600,
     "cpu_adam": 5_500,
 }
@@ -33,13 +33,19 @@ ROOMS = ("planning", "program", "runtime", "model", "optim", "checkpoint", "atta
 """Folders of `offload`, the lowest first: each imports from itself and those below."""
 
 TOP = {"config": "planning", "deepspeed": "planning", "reporting": "planning"}
-TOP |= {"recording": "attachment", "sleeping": "attachment", "__init__": "cli", "__main__": "cli"}
+TOP |= {
+    "recording": "attachment",
+    "pretrained": "attachment",
+    "sleeping": "attachment",
+    "__init__": "cli",
+    "__main__": "cli",
+}
 """Files beside the folders, and the folder on whose floor each stands."""
 
 PURE_IMPORTS_NO = ("torch", "threading", "aio")
 """What the rooms `planning` and `program` know nothing of."""
 
-IMPORT_DEPTH_MAX = 14
+IMPORT_DEPTH_MAX = 15
 ENGINE_IMPORTS_MAX = 12
 PRIVATE_NAMES_MAX = 12
 PRIVATE_NAMES = "offload/runtime/torch_internals.py"

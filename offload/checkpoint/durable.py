@@ -102,7 +102,8 @@ class Commits:
         try:
             self._check_buffers(reader)
             with engine.lock, engine.runner.once():
-                fill(engine, self._model, optimizer, run["optimizer"]["states"], reader.read)
+                states = run["optimizer"]["states"]
+                fill(engine, self._model, optimizer, states, True, reader.read)
                 engine.steps = self._closed = run["step"]
         finally:
             reader.close()

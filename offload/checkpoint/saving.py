@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -44,14 +42,9 @@ from offload.planning.profile import Parameter, Piece
 from offload.program.ops import Value
 from offload.runtime.entry import entry, interruptible
 from offload.runtime.memory import host_tensor
+from offload.runtime.store import ahead
 
 WEIGHTS = "model"
-AHEAD = 4
-"""Chunks that are read or written beside the one at hand."""
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
-
 Sets = dict[str, dict[str, Tensor]]
 """By prefix of its files, the tensors of each set in their order, by name."""
 
@@ -67,6 +60,7 @@ def save(
     *,
     user: Any = None,
     scheduler: Any = None,
+    frozen: bool = True,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write all that training goes on from to a directory, which is there whole or not at all.
@@ -81,6 +75,8 @@ def save(
         user: data of JSON, tuples and dicts of any keys, which `load` returns: where in the data
             set the run is, say.
         scheduler: an object with `state_dict()` of such data, as those of torch have.
+        frozen: False leaves out the weights that are not trained, such as the base of an adapter;
+            `load` leaves them as they are then.
         shard_bytes: most bytes of one file.
 
     Raises:
@@ -92,29 +88,25 @@ def save(
     refuse_inside("offload.save()")
     engine, where, states = _engine_of(model, optimizer), os.fspath(directory), dict[str, Any]()
     run: dict[str, Any] = {"format": FORMAT, "step": engine.steps, "user": encoded(user, "user")}
+    if optimizer is None and not frozen:
+        raise ValueError(
+            "asked to save with frozen=False; found no optimizer: without one all weights are "
+            "frozen; this needs the optimizer that attach returned"
+        )
+    run["frozen"] = frozen
     if scheduler is not None:
         run["scheduler"] = encoded(scheduler.state_dict(), "the scheduler's state")
     with engine.lock, ExitStack() as opened:
-        _settle(engine)
+        settle(engine)
         if optimizer is not None:
             run["optimizer"] = optimizer_of(engine, optimizer)
             states = run["optimizer"]["states"]
             run["random"] = random_state(engine.runner.device.torch_device)
-        sets = _sets(engine, model, states)
+        sets = sets_of(engine, model, states, frozen)
         opened.enter_context(interruptible())
         new = opened.enter_context(whole_directory(where))
-        backend = opened.enter_context(closing(aio.open_backend()))
-        moved = opened.enter_context(_progress(f"saving to {where}", sets))
-        writers = {
-            prefix: opened.enter_context(SetWriter(new, prefix, all_, backend, shard_bytes))
-            for prefix, all_ in sets.items()
-        }
-        for prefix, name, part in _parts(engine, model, optimizer, states):
-            content = _bytes(part.cpu().contiguous())
-            writers[prefix].write(name, content)
-            moved(content.size)
-        for writer in writers.values():
-            writer.finish()
+        parts = parts_of(engine, model, optimizer, states, frozen)
+        write_sets(new, sets, parts, f"saving to {where}", shard_bytes)
         write_run(new, run)
 
 
@@ -147,11 +139,12 @@ def load(
     engine, where, states = _engine_of(model, optimizer), os.fspath(directory), dict[str, Any]()
     with engine.lock, ExitStack() as opened:
         run = read_run(where)
+        frozen = run.get("frozen", True)
         if optimizer is not None:
             check_run(run, optimizer, scheduler)
             states = run["optimizer"]["states"]
-        _settle(engine)
-        sets = _sets(engine, model, states)
+        settle(engine)
+        sets = sets_of(engine, model, states, frozen)
         backend = opened.enter_context(closing(aio.open_backend()))
         readers = {
             prefix: opened.enter_context(closing(SetReader(where, prefix, backend)))
@@ -162,12 +155,12 @@ def load(
 
         def read(prefix: str, name: str, start: int, count: int) -> torch.Tensor:
             found = torch.empty(count, dtype=getattr(torch, sets[prefix][name].dtype))
-            readers[prefix].read(name, start * found.itemsize, _bytes(found))
+            readers[prefix].read(name, start * found.itemsize, bytes_of(found))
             moved(found.nbytes)
             return found
 
         with engine.runner.once():
-            fill(engine, model, optimizer, states, read)
+            fill(engine, model, optimizer, states, frozen, read)
             if optimizer is not None:
                 engine.steps = run["step"]
                 optimizer.take_options(options_of(run))
@@ -175,6 +168,29 @@ def load(
                     scheduler.load_state_dict(decoded(run["scheduler"]))
                 set_random_state(run["random"], engine.runner.device.torch_device)
     return decoded(run["user"])
+
+
+def write_sets(
+    directory: str,
+    sets: Sets,
+    parts: Iterable[tuple[str, str, torch.Tensor]],
+    told: str,
+    shard_bytes: int,
+) -> None:
+    """Write sets to a new directory; `parts` has all values in their order: prefix, name, part."""
+    with ExitStack() as opened:
+        backend = opened.enter_context(closing(aio.open_backend()))
+        moved = opened.enter_context(_progress(told, sets))
+        writers = {
+            prefix: opened.enter_context(SetWriter(directory, prefix, all_, backend, shard_bytes))
+            for prefix, all_ in sets.items()
+        }
+        for prefix, name, part in parts:
+            content = bytes_of(part.cpu().contiguous())
+            writers[prefix].write(name, content)
+            moved(content.size)
+        for writer in writers.values():
+            writer.finish()
 
 
 # -- what there is ---------------------------------------------------------------------------------
@@ -190,7 +206,7 @@ def _engine_of(model: nn.Module, optimizer: Optimizer | None) -> Engine:
     return engine
 
 
-def _settle(engine: Engine) -> None:
+def settle(engine: Engine) -> None:
     """Let all values be at home, and nothing under way."""
     engine.settle()
     engine.end_pass(finished=False)
@@ -199,11 +215,13 @@ def _settle(engine: Engine) -> None:
     engine.runner.drain()
 
 
-def _parameters(engine: Engine) -> Iterator[tuple[tuple[int, int], Parameter]]:
-    """All parameters in the order in which they lie, each with its unit and index."""
+def _parameters(engine: Engine, frozen: bool = True) -> Iterator[tuple[tuple[int, int], Parameter]]:
+    """All parameters, or those that are trained, in the order in which they lie, each with its unit
+    and index."""
     for unit, spec in enumerate(engine.plan.profile.units):
         for index, one in enumerate(spec.parameters):
-            yield (unit, index), one
+            if frozen or one.trainable:
+                yield (unit, index), one
 
 
 def buffers_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -216,10 +234,10 @@ def buffers_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{path}.{name}".lstrip("."), buffer
 
 
-def _sets(engine: Engine, model: nn.Module, states: States) -> Sets:
-    """The tensors of a save, in the order of `_parts`."""
+def sets_of(engine: Engine, model: nn.Module, states: States, frozen: bool = True) -> Sets:
+    """The tensors of a save, in the order of `parts_of`."""
     found: Sets = {WEIGHTS: {}}
-    for _, one in _parameters(engine):
+    for _, one in _parameters(engine, frozen):
         slots = states[one.name]["slots"] if one.name in states else {}
         for prefix, dtype in {WEIGHTS: one.dtype, **slots}.items():
             found.setdefault(prefix, {})[one.name] = Tensor(one.name, dtype, one.shape)
@@ -287,17 +305,22 @@ class _Chunk(NamedTuple):
         return self.weight, self.state
 
 
-def _chunks(engine: Engine) -> Iterator[_Chunk]:
-    """All chunks, in the order in which they lie: that of their parameters."""
+def _chunks(engine: Engine, frozen: bool) -> Iterator[_Chunk]:
+    """All chunks, or those that are trained, in the order of their parameters."""
     for unit, spec in enumerate(engine.plan.profile.units):
         for at, pieces in sorted(engine.plan.profile.by_chunk(unit).items()):
             weight = None if unit in engine.residents else Value("weight", unit, at)
             state = Value("state", unit, at) if at < len(spec.chunks) else None
-            yield _Chunk(pieces, weight, state)
+            if frozen or state is not None:
+                yield _Chunk(pieces, weight, state)
 
 
-def _parts(
-    engine: Engine, model: nn.Module, optimizer: Optimizer | None, states: States
+def parts_of(
+    engine: Engine,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    states: States,
+    frozen: bool = True,
 ) -> Iterator[tuple[str, str, torch.Tensor]]:
     """All values, part by part: the prefix, the name and the part, 1-D, where it lies."""
 
@@ -305,7 +328,7 @@ def _parts(
         wanted = chunk.values if states else (chunk.weight, None)
         return chunk, [one and engine.runner.read_home(one) for one in wanted]
 
-    for chunk, (weights, record) in _ahead(read, _chunks(engine)):
+    for chunk, (weights, record) in ahead(read, _chunks(engine, frozen)):
         for piece in chunk.pieces:
             one = engine.plan.profile.units[piece.unit].parameters[piece.parameter]
             if weights is None:
@@ -328,6 +351,7 @@ def fill(
     model: nn.Module,
     optimizer: Optimizer | None,
     states: States,
+    frozen: bool,
     read: Callable[[str, str, int, int], torch.Tensor],
 ) -> None:
     """Let all values be what `read` gives of a set and a name: so many elements from one on."""
@@ -361,19 +385,17 @@ def fill(
 
         return put
 
-    with ThreadPoolExecutor(AHEAD) as pool:  # What is on nvme is written while the next is read.
-        begun = deque[Future[None]]()
-        for chunk in _chunks(engine):
+    def puts() -> Iterator[Callable[[], None]]:
+        for chunk in _chunks(engine, frozen):
             put = found(chunk)
             homes = [engine.plan.home(v.kind, v.unit).tier for v in chunk.values if v is not None]
             if "nvme" in homes and "device" not in homes:
-                begun.append(pool.submit(put))
+                yield put
             else:
                 put()
-            while len(begun) > AHEAD:
-                begun.popleft().result()
-        for one in begun:
-            one.result()
+
+    for _ in ahead(lambda put: put(), puts()):
+        pass  # What is on nvme is written while the next is read.
     for owner, parameter in _parameters(engine) if optimizer is not None else ():
         assert optimizer is not None
         saved = states.get(parameter.name, {"steps": 0, "slots": {}})
@@ -382,19 +404,7 @@ def fill(
         buffer.copy_(read(WEIGHTS, name, 0, buffer.numel()).view(buffer.shape))
 
 
-def _ahead(call: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
-    """What `call` gives of each item, in order: on a thread, which begins the next ones before."""
-    with ThreadPoolExecutor(AHEAD) as pool:
-        begun = deque[Future[Result]]()
-        for item in items:
-            begun.append(pool.submit(call, item))
-            if len(begun) > AHEAD:
-                yield begun.popleft().result()
-        while begun:
-            yield begun.popleft().result()
-
-
-def _bytes(tensor: torch.Tensor) -> Bytes:
+def bytes_of(tensor: torch.Tensor) -> Bytes:
     """The bytes of a contiguous tensor in CPU memory."""
     return tensor.view(torch.uint8).numpy()
 

@@ -26,6 +26,9 @@ import aio
 from cpu_adam import crc32c
 
 SHARD_BYTES = 5 << 30
+FILES_MAX = 3
+"""So many files of a set have memory for what is read ahead."""
+
 JSON_BYTES_MAX = 100_000_000
 """As of a header in the library of the format."""
 
@@ -197,15 +200,18 @@ class _Place(NamedTuple):
 class SetReader:
     """Reads the tensors of a set, best in the order in which they lie."""
 
-    def __init__(self, directory: str, prefix: str, backend: aio.Backend):
-        """Read the index, or where there is none `PREFIX.safetensors`, and all headers.
+    def __init__(self, directory: str, prefix: str, backend: aio.Backend, *, links: bool = False):
+        """Read `PREFIX.safetensors`, or where there is none the index, and all headers. `links` are
+        followed, as the cache of Hugging Face has files, or refused.
 
         Raises:
             OSError: a file is missing, or cannot be read.
             ValueError: one is none of the format, with what is wrong in it.
         """
-        self._directory, self._backend = directory, backend
+        self._directory, self._backend, self._links = directory, backend, links
         self._files: dict[str, aio.Reader] = {}
+        self._recent: dict[str, None] = {}
+        """Those that have memory, the last one last."""
         self._running: dict[str, tuple[int, int]] = {}
         """Of tensors of which a part was read: the bytes, and their checksum."""
         self.places: dict[str, _Place] = {}
@@ -218,7 +224,7 @@ class SetReader:
 
     def _open(self, index: str, prefix: str) -> None:
         single = f"{prefix}.safetensors"
-        if not os.path.exists(index) and os.path.exists(os.path.join(self._directory, single)):
+        if os.path.exists(os.path.join(self._directory, single)):
             for one, start in self._header(single):
                 self.places[one.name] = _Place(one, single, start, None)
             return
@@ -251,6 +257,7 @@ class SetReader:
     def _header(self, file: str) -> Iterator[tuple[Tensor, int]]:
         """The tensors of a file, and where each starts."""
         path = os.path.join(self._directory, file)
+        path = os.path.realpath(path) if self._links else path
         reader = self._files[file] = aio.Reader(path, self._backend)
         try:
             with safe_open(path, "pt") as header:  # It checks all of it.
@@ -277,6 +284,12 @@ class SetReader:
         """
         place = self.places[name]
         reader = self._files[place.file]
+        self._recent.pop(place.file, None)
+        self._recent[place.file] = None
+        if len(self._recent) > FILES_MAX:
+            oldest = next(iter(self._recent))
+            del self._recent[oldest]
+            self._files[oldest].let_go()
         reader.read(place.start + start, into)
         done, crc = self._running.pop(name, (0, 0))
         assert done == start, f"{name}: parts out of order"

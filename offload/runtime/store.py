@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +22,25 @@ from offload.planning.machine import DriveSpeed, shares_of
 from offload.planning.profile import BLOCK_BYTES, Kind
 
 Bytes = npt.NDArray[np.uint8]
+
+AHEAD = 4
+"""Chunks that are read or written beside the one at hand."""
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def ahead(call: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+    """What `call` gives of each item, in order: on threads, where up to `AHEAD` more begin before,
+    while the caller's takes the next items."""
+    with ThreadPoolExecutor(AHEAD) as pool:
+        begun = deque[Future[Result]]()
+        for item in items:
+            begun.append(pool.submit(call, item))
+            if len(begun) > AHEAD:
+                yield begun.popleft().result()
+        while begun:
+            yield begun.popleft().result()
 
 
 class Kept(NamedTuple):

@@ -1,0 +1,184 @@
+"""An attached model as a folder of Hugging Face, written through a window."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.checkpoint.directory import whole_directory
+from offload.checkpoint.saving import WEIGHTS, buffers_of, parts_of, sets_of, settle, write_sets
+from offload.checkpoint.shards import SHARD_BYTES, Tensor
+from offload.model.engine import Engine, engine_of
+from offload.model.passes import refuse_inside
+from offload.planning.tiers import parse_bytes
+from offload.runtime.entry import entry, interruptible
+
+STAGED = ".offload-export"
+"""In a folder that has other files, where the new ones are until they are whole."""
+
+
+@entry
+def export(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    **options: Any,
+) -> None:
+    """Write what `from_pretrained` of transformers reads: configs, and weights as safetensors with
+    an index, through a window of some hundred MiB, whole or not at all.
+
+    While a model is attached, its `save_pretrained(folder)` is this function. Of one with adapters
+    of PEFT these alone are read and written. Into a folder that has files the new ones are moved
+    when all are written: a kill in that moment leaves it without weights, never with a mixture.
+
+    Args:
+        model: attached, of a class that has `save_pretrained`.
+        folder: made where it is not there.
+        shard_bytes: most bytes of one file.
+        options: of PEFT's `save_pretrained`, for adapters: `selected_adapters`...
+
+    Raises:
+        ValueError: the model is not attached.
+        TypeError: it is none of Hugging Face, or there are options of what is not written.
+        OSError: a file could not be written; what was there is as it was.
+    """
+    refuse_inside("offload.export()")
+    engine, where = engine_of(model), os.fspath(folder)
+    own = getattr(type(model), "save_pretrained", None)
+    if own is None:
+        raise TypeError(
+            f"asked to export a {type(model).__name__}; found no save_pretrained in its class, as "
+            "those of transformers and PEFT have one; try offload.save, or state_dict()"
+        )
+    adapters = hasattr(model, "peft_config")
+    if options and not adapters:
+        raise TypeError(f"export: {', '.join(options)} is of adapters, and the model has none")
+    with engine.lock, ExitStack() as opened:
+        settle(engine)
+        values = _adapters(engine, model, options) if adapters else {}
+        opened.enter_context(interruptible())
+        taken = os.path.isdir(where) and bool(os.listdir(where))
+        if taken:
+            shutil.rmtree(os.path.join(where, STAGED), ignore_errors=True)
+        with whole_directory(os.path.join(where, STAGED) if taken else where) as new:
+            own(model, new, state_dict=values, **options)
+            if not adapters:
+                _write(engine, model, new, f"exporting to {where}", shard_bytes)
+        if taken:
+            _move(os.path.join(where, STAGED), where)
+
+
+def _write(engine: Engine, model: nn.Module, new: str, told: str, shard_bytes: int) -> None:
+    """Write the weights, under the names that the files of the model's kind have."""
+    found, names = sets_of(engine, model, {})[WEIGHTS], _names(model)
+    tensors = {
+        names[name]: Tensor(names[name], one.dtype, one.shape)
+        for name, one in found.items()
+        if name in names
+    }
+
+    def parts() -> Iterator[tuple[str, str, torch.Tensor]]:
+        for prefix, name, part in parts_of(engine, model, None, {}):
+            if name in names:
+                yield prefix, names[name], part
+
+    empty = os.path.join(new, f"{WEIGHTS}.safetensors")
+    if os.path.exists(empty):
+        os.remove(empty)  # Of the weights that transformers was given: none.
+    write_sets(new, {WEIGHTS: tensors}, parts(), told, shard_bytes)
+
+
+def _names(model: Any) -> dict[str, str]:
+    """By the name that a tensor has with us, the one in the files: of those that are tied the one
+    that transformers keeps, and as its mapping of this model has it, if that only renames."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, revert_weight_conversion
+
+    tied, ignored = model.all_tied_weights_keys, set(model._keys_to_ignore_on_save or ())
+    aliases: dict[int, list[str]] = {}
+    for name, one in _tensors(model):
+        aliases.setdefault(id(one), []).append(name)
+    chosen = {
+        each[0]: next((name for name in each if name not in tied), each[0])
+        for each in aliases.values()
+    }
+    alike = {name: torch.empty(0, device="meta") for name in chosen.values() if name not in ignored}
+    used = vars(model).get("_weight_conversions")
+    used = get_model_conversion_mapping(model, add_legacy=False) if used is None else used
+    if any(isinstance(one, WeightConverter) for one in used):  # transformers reads these, too.
+        return {ours: name for ours, name in chosen.items() if name in alike}
+    renamed = {id(one): name for name, one in revert_weight_conversion(model, alike).items()}
+    return {ours: renamed[id(alike[name])] for ours, name in chosen.items() if name in alike}
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """What a state dict of the model has, parameters under each of their names."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from buffers_of(model)
+
+
+def _adapters(
+    engine: Engine, model: nn.Module, options: Mapping[str, Any]
+) -> dict[str, torch.Tensor]:
+    """A state dict with the values of adapters, and without those of all else."""
+    from peft import get_peft_model_state_dict
+
+    tensors = dict(_tensors(model))
+    found = {name: torch.empty(one.shape, device="meta") for name, one in tensors.items()}
+    asked = {k: v for k, v in options.items() if k == "save_embedding_layers"}
+    wanted: set[int] = set()
+    config: Any = model.peft_config
+    for adapter in options.get("selected_adapters") or config:
+        kept = get_peft_model_state_dict(model, dict(found), adapter_name=adapter, **asked)
+        wanted |= set(map(id, kept.values()))
+    places = {id(p): (u.index, i) for u in engine.units for i, p in enumerate(u.parameters)}
+    for name, one in tensors.items():
+        if id(found[name]) in wanted:
+            at = places.get(id(one))
+            found[name] = (one.detach() if at is None else engine.values_of(*at)).cpu()
+    return found
+
+
+def _move(new: str, folder: str) -> None:
+    """Put new files where those of their names are: old weights go first, the index comes last."""
+    index = f"{WEIGHTS}.safetensors.index.json"
+    files = sorted(os.listdir(new), key=lambda name: name.endswith(".index.json"))
+    for old in os.listdir(folder) if index in files else ():
+        if re.fullmatch(rf"{WEIGHTS}(-\d+-of-\d+)?\.safetensors(\.index\.json)?", old):
+            os.remove(os.path.join(folder, old))
+    for name in files:
+        at = os.path.join(folder, name)
+        if os.path.isdir(at):
+            shutil.rmtree(at)  # Of an adapter that has a name.
+        os.replace(os.path.join(new, name), at)
+    os.rmdir(new)
+
+
+class SavePretrained:
+    """`save_pretrained` of an attached model. Copies and pickles of it are the class's own."""
+
+    def __init__(self, model: nn.Module):
+        self._model = weakref.ref(model)
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._model(), "save_pretrained")
+
+    def __call__(self, save_directory: Any, **options: Any) -> Any:
+        """`offload.export`. What that does not offer is done by the class's own, in memory."""
+        default = {"state_dict": None, "is_main_process": True, "safe_serialization": True}
+        asked = {k: v for k, v in options.items() if k not in default or v != default[k]}
+        if "max_shard_size" in asked:
+            asked["shard_bytes"] = parse_bytes(asked.pop("max_shard_size"))
+        model: Any = self._model()
+        if asked.keys() <= {"shard_bytes", "selected_adapters", "save_embedding_layers"}:
+            return export(model, save_directory, **asked)
+        return type(model).save_pretrained(model, save_directory, **options)

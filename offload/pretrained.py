@@ -1,0 +1,349 @@
+"""Models of Hugging Face from their folders into the tiers, and back, through a window.
+
+[Note: Pretrained models]
+transformers itself builds the model on the meta device and maps, checks and reports the names. What
+remains is to read: each parameter has a recipe, of one tensor of the files or of a converter and
+its operands, and is read when `attach` fills its chunks. What the files lack is made before that,
+for real, with the numbers that transformers would draw.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+import aio
+from offload.attachment import attach, exchange
+from offload.checkpoint.saving import WEIGHTS, bytes_of
+from offload.checkpoint.shards import SetReader, read_json
+from offload.config import Config, warn_user
+from offload.planning.tiers import format_bytes
+from offload.runtime.shared_budget import SharedBudget
+
+WINDOW_BYTES = 256 << 20
+"""Most memory beside the budgets."""
+
+OURS = """
+    device_map max_memory offload_folder state_dict gguf_file quantization_config tp_plan variant
+    distributed_config subfolder
+"""
+"""Options of transformers that say where weights live or come from."""
+
+
+def from_pretrained(
+    kind: Any,
+    folder: str | os.PathLike[str],
+    config: Config | None = None,
+    *,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
+    prepare: Callable[[nn.Module], nn.Module] | None = None,
+    budget: SharedBudget | None = None,
+    **options: Any,
+) -> tuple[Any, Any]:
+    """Load a model of Hugging Face from a folder of safetensors straight into the tiers.
+
+        model, optimizer = offload.from_pretrained(
+            AutoModelForCausalLM,
+            "folder",
+            offload.Config(cpu_memory="16GiB"),
+            optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-5),
+        )
+
+    Beside the budgets it takes at most 256 MiB. Names, dtypes, ties, first values and the report of
+    what is missing, unexpected or mismatched are those of transformers' own `from_pretrained`.
+    Checksums are compared where the index has them, as that of `offload.export` does.
+
+    Args:
+        kind: the class, or an Auto class: what has `from_pretrained`.
+        folder: on this machine, with `config.json` and safetensors, in one file or several.
+        config: where things live and how much may be taken; the default finds out.
+        optimizer: makes that of the model, whose weights have no values yet; None serves it.
+        prepare: what is done to the model before that, such as
+            `lambda model: get_peft_model(model, LoraConfig(...))`; it sees weights full of NaN.
+        budget: shared with other models.
+        options: what transformers' `from_pretrained` takes besides: `dtype`, `num_labels`...
+
+    Returns:
+        The attached model, in training mode where there is an optimizer, else in evaluation mode;
+        and the optimizer to step, or None.
+
+    Raises:
+        ValueError: the folder has no such model, or what it needs is not offered.
+        RuntimeError: shapes in the files are others than the model's, as transformers says.
+        BudgetError: the model does not fit the budgets, with a table.
+        OSError: a file cannot be read; EIO where a checksum is another.
+    """
+    where = os.fspath(folder)
+    _check_folder(where, options)
+    with ExitStack() as opened:
+        backend = opened.enter_context(closing(aio.open_backend()))
+        reader = opened.enter_context(closing(SetReader(where, WEIGHTS, backend, links=True)))
+        options |= {"device_map": "meta", "output_loading_info": True}
+        model, report = kind.from_pretrained(where, **options)
+        new = {key for key, *_ in report["mismatched_keys"]}
+        source = _Source(reader, model, new, options.get("key_mapping"))
+        _tie(model, source)
+        _make_the_rest(model, source, new | {*report["missing_keys"]})
+        sites = [*_sites(model, source.recipes)]
+        model = model if prepare is None else _prepared(model, prepare)
+        paths = {module: path for path, module in model.named_modules()}
+        for module, at, key in sites:
+            source.keys[f"{paths.get(module)}.{at}".lstrip(".")] = key
+        made = None if optimizer is None else optimizer(model)
+        model.train(made is not None)
+        return attach(model, made, config, read=source, budget=budget)
+
+
+def _check_folder(where: str, options: Mapping[str, Any]) -> None:
+    """Refuse what cannot be streamed, before anything is built."""
+    if given := [name for name in OURS.split() if options.get(name)]:
+        raise ValueError(
+            f"from_pretrained: {given[0]} is not offered: the folder itself has the weights, as "
+            "safetensors, and offload.Config says where they live"
+        )
+    found = os.path.join(where, "config.json")
+    if not os.path.isfile(found):
+        raise ValueError(
+            f"asked to load {where}; found no config.json: likely a name on the hub; try what "
+            "huggingface_hub.snapshot_download gives; of an adapter, its base and prepare="
+        )
+    if read_json(found).get("quantization_config") is not None:
+        raise ValueError(
+            f"{found} is of a quantized model, which cannot be streamed: take it in bfloat16"
+        )
+
+
+# -- what the files have ---------------------------------------------------------------------------
+
+
+@dataclass
+class _Recipe:
+    """What parameters are made of: one tensor as it is, or by a converter of transformers."""
+
+    key: str
+    """The first of the parameters."""
+    converter: Any
+    operands: list[tuple[str, str]] = field(default_factory=list)
+    """Of the files: the name, and the converter's pattern that it matched."""
+    parts: int = 1
+    """So many equal parts along the first dimension that are made one after the other."""
+
+
+class _Source:
+    """Reads parameters of a model from files, as `attach` asks for them."""
+
+    def __init__(self, reader: SetReader, model: Any, mismatched: set[str], renamed: Any):
+        """Find the recipe of all that the model and the files have, as transformers maps them."""
+        from transformers import core_model_loading as core
+        from transformers.conversion_mapping import get_model_conversion_mapping
+
+        self._reader, self._model = reader, model
+        state = model.state_dict()
+        self.shapes = {key: (one.shape, one.dtype) for key, one in state.items()}
+        mapping = get_model_conversion_mapping(model, renamed)
+        renamings = [one for one in mapping if isinstance(one, core.WeightRenaming)]
+        converters = [one for one in mapping if isinstance(one, core.WeightConverter)]
+        by_pattern = {part: one for one in converters for part in one.source_patterns}
+        prefix = model.base_model_prefix
+        groups: dict[str, _Recipe] = {}
+        for name in sorted(reader.places, key=core.dot_natural_key):
+            key, pattern = core.rename_source_key(name, renamings, converters, prefix, state)
+            if key not in state and name in state:
+                key, pattern = core.rename_source_key(name, [], [], prefix, state)
+            if key in state and key not in mismatched:
+                one = groups.setdefault(key, _Recipe(key, by_pattern.get(pattern or "")))
+                one.operands.append((name, pattern or name))
+        self.recipes: dict[str, _Recipe] = {}
+        """By the name in the model's state dict."""
+        for key, one in groups.items():
+            self.recipes |= dict.fromkeys([key] if one.converter is None else self._plan(one), one)
+        self.keys: dict[str, str] = {}
+        """That name, by the one after `prepare`."""
+        self._made: tuple[Any, dict[str, torch.Tensor]] = None, {}
+        """What the last converter has made, and of what."""
+
+    def __call__(self, name: str, start: int, into: torch.Tensor) -> None:
+        """Fill `into` with the values of a parameter from an element on."""
+        one = self.recipes[key := self.keys.get(name, name)]
+        if one.converter is None:
+            name = one.operands[0][0]
+            dtype = getattr(torch, self._reader.places[name].tensor.dtype)
+            found = into if dtype == into.dtype else torch.empty(into.shape, dtype=dtype)
+            self._reader.read(name, start * dtype.itemsize, bytes_of(found))
+            if found is not into:
+                into.copy_(found)
+            return
+        size = self.shapes[key][0].numel() // one.parts
+        while into.numel():
+            part, offset = divmod(start, size)
+            if self._made[0] != (one.key, part):
+                self._made = None, {}  # First, so that there is never more than one.
+                self._made = (one.key, part), self._convert(one, "cpu", part)
+            taken = self._made[1][key].reshape(-1)[offset : offset + into.numel()]
+            into[: taken.numel()].copy_(taken)
+            start, into = start + taken.numel(), into[taken.numel() :]
+
+    def _convert(
+        self, recipe: _Recipe, device: str = "meta", part: int = 0
+    ) -> dict[str, torch.Tensor]:
+        """What the converter makes of its operands, or of those of one part of its result."""
+        one, dtype = copy.deepcopy(recipe.converter), self.shapes[recipe.key][1]
+        operands = recipe.operands
+        if recipe.parts > 1:
+            operands = [
+                [each for each in operands if each[1] == pattern][part]
+                for pattern in dict.fromkeys(pattern for _, pattern in operands)
+            ]
+        for name, pattern in operands:
+            tensor = self._reader.places[name].tensor
+            found = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device=device)
+            if device != "meta":
+                self._reader.read(name, 0, bytes_of(found.view(-1)))
+            one.add_tensor(recipe.key, name, pattern, found.to(dtype))
+        made = one.convert(recipe.key, model=self._model, config=self._model.config)
+        return {k: v[0] if isinstance(v, list) else v for k, v in made.items()}
+
+    def _plan(self, recipe: _Recipe) -> Iterable[str]:
+        """What a converter makes; where it stacks experts, that is done one after the other.
+
+        Raises:
+            ValueError: it would take more than the window.
+        """
+        operations = recipe.converter.operations
+        made = self._convert(recipe)
+        first, *others = [(type(one).__name__, getattr(one, "dim", -1)) for one in operations]
+        patterns = [pattern for _, pattern in recipe.operands]
+        count = next(iter(made.values())).shape[0]
+        if (
+            first == ("MergeModulelist", 0)
+            and all(kind == "Concatenate" and dim > 0 for kind, dim in others)
+            and all(patterns.count(one) == count for one in patterns)
+        ):
+            recipe.parts = count
+        operands = sum(self._reader.places[name].tensor.bytes for name, _ in recipe.operands)
+        results = sum(each.nbytes for each in made.values())
+        if (taken := (operands + 2 * results) // recipe.parts) > WINDOW_BYTES:
+            raise ValueError(
+                f"{recipe.key} is converted by {operations} of transformers from "
+                f"{recipe.operands[0][0]} and others, which takes {format_bytes(taken)}; at most "
+                f"{format_bytes(WINDOW_BYTES)} are taken beside the budgets; try files in the "
+                "names of the model: save_pretrained(..., save_original_format=False)"
+            )
+        return made
+
+
+# -- what they lack --------------------------------------------------------------------------------
+
+
+def _sites(model: nn.Module, keys: Mapping[str, Any]) -> Iterator[tuple[nn.Module, str, str]]:
+    """Where parameters and buffers are: the module, the name there, and the name of the tensor of
+    `keys`, which is another for one that is tied."""
+    state, known = model.state_dict(keep_vars=True), dict[int, str]()
+    for key in keys:
+        known.setdefault(id(state[key]), key)
+    for module in model.modules():
+        for at, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if id(tensor) in known:
+                yield module, at, known[id(tensor)]
+
+
+def _tie(model: Any, source: _Source) -> None:
+    """Tie what the files have twice where both are equal, and say it where they are not, as
+    transformers does with weights that have values."""
+    for target, origin in list(model.all_tied_weights_keys.items()):
+        here, there = model.get_parameter(target), model.get_parameter(origin)
+        if here is there or not {target, origin} <= source.recipes.keys():
+            continue
+        same, total, most = here.shape == there.shape, here.numel(), 4 << 20
+        for start in range(0, total, most):  # To the end, for the checksums.
+            parts = torch.empty(2, min(most, total - start), dtype=here.dtype)
+            source(target, start, parts[0])
+            source(origin, start, parts[1])
+            same = same and torch.equal(*parts)
+        if same:
+            path, _, at = target.rpartition(".")
+            setattr(model.get_submodule(path), at, there)
+            del source.recipes[target]
+        else:
+            del model.all_tied_weights_keys[target]
+            warn_user(f"{target} is not tied to {origin}: the files have both, with other values")
+
+
+def _make_the_rest(model: Any, source: _Source, new: set[str]) -> None:
+    """Let all buffers, and the parameters that the files lack, be real, with their first values;
+    `new` is what transformers says of the latter.
+
+    Raises:
+        ValueError: the files lack more parameters than the window has room for.
+    """
+    filled = {(module, at): key for module, at, key in _sites(model, source.recipes)}
+    lacking = [
+        (owner, at, tensor, filled.get((module, at)))
+        for module in model.modules()
+        for owner in (module._parameters, module._buffers)
+        for at, tensor in owner.items()
+        if tensor is not None and tensor.is_meta
+        if owner is module._buffers or (module, at) not in filled
+    ]
+    parameters = {one for _, _, one, _ in lacking if isinstance(one, nn.Parameter)}
+    names = [name for name, one in model.named_parameters() if one in parameters]
+    for name in names:  # Such as one of another file that a class knows of.
+        if getattr(model.get_parameter(name), "_is_hf_initialized", False) and name not in new:
+            raise ValueError(
+                f"transformers has {name} of what is not known here, likely as its release is a "
+                "newer one: load the model by it, and attach"
+            )
+    if (total := sum(one.nbytes for one in parameters)) > WINDOW_BYTES:
+        raise ValueError(
+            f"the files lack {', '.join(names[:3])} and others, {format_bytes(total)}, and at most "
+            f"{format_bytes(WINDOW_BYTES)} are made beside the budgets: likely they are of another "
+            "model; try offload.empty_weights() and attach(..., initialize=...)"
+        )
+    made: dict[torch.Tensor, torch.Tensor] = {}
+    for owner, at, tensor, key in lacking:
+        if tensor not in made:
+            real = torch.empty_like(tensor, device="cpu")
+            if isinstance(tensor, nn.Parameter):
+                real = nn.Parameter(real, tensor.requires_grad)
+            elif key is not None:
+                source(key, 0, real.view(-1))
+                real._is_hf_initialized = True  # type: ignore[attr-defined]
+            made[tensor] = real
+        owner[at] = made[tensor]
+    for module in model.modules():
+        vars(module).pop("_is_hf_initialized", None)  # It was said of what is on meta.
+    model.initialize_weights()
+
+
+def _prepared(model: nn.Module, prepare: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    """What `prepare` makes of a model, whose weights are NaN meanwhile.
+
+    Raises:
+        ValueError: it has used the values.
+    """
+    shown: dict[nn.Parameter, nn.Parameter] = {}
+    for one in [one for one in model.parameters() if one.is_meta]:
+        nan = torch.full((1,), float("nan"), dtype=one.dtype)
+        values = nan.expand(one.shape) if one.dim() else nan[0]
+        shown[one] = nn.Parameter(values, one.requires_grad)
+    exchange(model, shown)
+    model = prepare(model)
+    again = {
+        one: nn.Parameter(one.to("meta"), one.requires_grad)  # Which `prepare` may have changed.
+        for one in shown.values()
+    }
+    for name, one in model.named_parameters():
+        if one not in again and (one.is_meta or one.isnan().any()):
+            raise ValueError(
+                f"prepare made {name} of weights that have no values yet: let it need none "
+                "(init_lora_weights=True), or load the model without offload, prepare and attach"
+            )
+    exchange(model, again)
+    return model
