@@ -28,6 +28,7 @@ _OPTIONS = {
     "train": ("options", "Train"),
     "doctor": ("doctor", "Doctor"),
     "report": ("report", "Report"),
+    "inspect": ("inspect", "Inspect"),
     "adam": ("bench_adam", "Adam"),
     "nvme": ("bench_nvme", "Nvme"),
 }

@@ -1,0 +1,120 @@
+"""What is in a directory that this project wrote, and what of it is broken: nothing is changed.
+
+Each kind of directory has a row in `KINDS`: the file that it is known by, and the function that
+looks at it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+import aio
+from offload.checkpoint.directory import RUN, decoded, read_run
+from offload.checkpoint.schema import shown
+from offload.checkpoint.shards import SetReader
+from offload.planning.tiers import format_bytes
+
+WEIGHTS = "model"
+INDEX = ".safetensors.index.json"
+PART_BYTES = 16 << 20
+
+
+@dataclass
+class Inspection:
+    """What was found in a directory."""
+
+    rows: dict[str, str] = field(default_factory=dict)
+    """What is there, to be read by people."""
+    broken: list[str] = field(default_factory=list)
+    """What is damaged or missing, a sentence each."""
+    unchecked: int = 0
+    """Tensors without a checksum: they could be read, and nothing says whether they are right."""
+
+
+def inspect(directory: str | os.PathLike[str]) -> Inspection:
+    """Read all of a directory that `offload.save` wrote, and hold each checksum against it.
+
+    Takes some hundred MiB of memory, whatever the size.
+
+    Raises:
+        OSError: there is no such directory, or nothing in it that is known.
+    """
+    where = os.fspath(directory)
+    for mark, look in KINDS.items():
+        if any(name.endswith(mark) for name in os.listdir(where)):
+            return look(where)
+    told = f"asked to inspect it; found no file {' and no '.join(KINDS)}: likely another directory"
+    raise FileNotFoundError(errno.ENOENT, told, where)
+
+
+def _inspect_save(where: str) -> Inspection:
+    found, run = Inspection(), dict[str, Any]()
+    there = {n.removesuffix(INDEX) for n in sorted(os.listdir(where)) if n.endswith(INDEX)}
+    if there == {WEIGHTS} and not os.path.lexists(os.path.join(where, RUN)):
+        found.rows[f"no {RUN}"] = "weights alone, as Hugging Face keeps them"
+    else:
+        try:
+            run = read_run(where)
+            _describe(run, found.rows)
+        except (OSError, ValueError) as error:
+            found.broken.append(told(error))
+    states = run.get("optimizer", {"states": {}})["states"]
+    wanted: dict[str, set[str]] = {prefix: set() for prefix in sorted(there | {WEIGHTS})}
+    for name, state in states.items():
+        for slot in state["slots"]:
+            wanted.setdefault(slot, set()).add(name)
+    with closing(aio.open_backend()) as backend:
+        for prefix, names in wanted.items():
+            try:
+                with closing(SetReader(where, prefix, backend)) as reader:
+                    if missing := names - reader.places.keys():
+                        found.broken.append(f"{prefix} lacks {shown(min(missing))}")
+                    _check_set(prefix, reader, found)
+            except (OSError, ValueError) as error:
+                found.broken.append(f"{prefix}: {told(error)}")
+    return found
+
+
+def _describe(run: dict[str, Any], rows: dict[str, str]) -> None:
+    rows["step"] = str(run["step"])
+    if (saved := run.get("optimizer")) is not None:
+        counts = f"groups: {len(saved['groups'])}, parameters with states: {len(saved['states'])}"
+        rows["optimizer"] = f"{saved['rule']}, {counts}"
+    kept = [name for name in ("scheduler", "random") if name in run]
+    rows["besides"] = ", ".join(kept) or "neither a scheduler nor random numbers"
+    rows["user data"] = shown(decoded(run["user"]))
+
+
+def _check_set(prefix: str, reader: SetReader, found: Inspection) -> None:
+    """Read all tensors of a set, and say what they are."""
+    total, buffer = 0, np.empty(PART_BYTES, np.uint8)
+    for name, place in reader.places.items():
+        found.unchecked += place.crc is None
+        total += place.tensor.bytes
+        try:
+            for at in range(0, place.tensor.bytes, PART_BYTES):
+                part = buffer[: min(PART_BYTES, place.tensor.bytes - at)]
+                reader.read(name, at, part)
+        except OSError as error:
+            found.broken.append(f"{prefix}: {told(error)}")
+    dtypes = sorted({place.tensor.dtype for place in reader.places.values()})
+    row = f"{len(reader.places)} tensors, {format_bytes(total)}, {', '.join(dtypes)}"
+    found.rows[f"set {prefix}"] = row
+
+
+def told(error: OSError | ValueError) -> str:
+    """An error in one line."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return " ".join(f"{error.filename}: {error.strerror}".split())
+    return " ".join(str(error).split())
+
+
+KINDS: dict[str, Callable[[str], Inspection]] = {RUN: _inspect_save, INDEX: _inspect_save}
+"""By the file that a directory of a kind has, or the end of its name."""
