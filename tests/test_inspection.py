@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+import aio
 import offload
 from cpu_adam.reference import join
 from offload.checkpoint.inspection import inspect
@@ -114,6 +115,27 @@ def test_a_state_that_the_index_lacks_is_missed(save: Path) -> None:
         content = file.read_bytes().replace(b"norm.bias", b"norm.bia5")
         (save / file.name).write_bytes(content)
     assert "exp_avg_sq lacks 'blocks.0.norm.bias'" in inspect(save).broken
+
+
+def test_one_file_of_a_set_is_open_at_a_time(save: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has blocks of memory, and there may be any number of files."""
+    assert len(list(save.glob("exp_avg-*"))) > 3
+    now, most = 0, 0
+
+    class Counted(aio.Reader):
+        def __init__(self, *given: Any):
+            nonlocal now, most
+            super().__init__(*given)
+            now, most = now + 1, max(most, now + 1)
+
+        def close(self) -> None:
+            nonlocal now
+            super().close()
+            now -= 1
+
+    monkeypatch.setattr(aio, "Reader", Counted)
+    assert inspect(save).broken == []
+    assert (now, most) == (0, 1)
 
 
 def test_weights_alone_have_no_checksums(tmp_path: Path) -> None:

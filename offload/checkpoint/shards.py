@@ -15,6 +15,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from math import prod
 from typing import Any, NamedTuple
 
@@ -217,7 +218,8 @@ class SetReader:
             ValueError: one is none of the format, with what is wrong in it.
         """
         self._directory, self._backend = directory, backend
-        self._files: dict[str, aio.Reader] = {}
+        self._file: aio.Reader | None = None
+        """The one that is read: each has blocks of memory."""
         self._running: dict[str, tuple[int, int]] = {}
         """Of tensors of which a part was read: the bytes, and their checksum."""
         self.places: dict[str, _Place] = {}
@@ -255,7 +257,8 @@ class SetReader:
     def _header(self, file: str) -> Iterator[tuple[Tensor, int]]:
         """The tensors of a file, and where each starts."""
         path = os.path.join(self._directory, file)
-        reader = self._files[file] = aio.Reader(path, self._backend)
+        with closing(aio.Reader(path, self._backend)) as reader:  # A plain file, no link.
+            size = reader.size
         try:
             with safe_open(path, "pt") as header:  # It checks all of it.
                 slices = {name: header.get_slice(name) for name in header.offset_keys()}
@@ -268,7 +271,7 @@ class SetReader:
             if one.get_dtype() not in known:
                 raise ValueError(f"{path}: {shown(name)} is of {one.get_dtype()}, not offered")
         found = [Tensor(k, known[v.get_dtype()], tuple(v.get_shape())) for k, v in slices.items()]
-        at = reader.size - sum(one.bytes for one in found)  # There are no gaps.
+        at = size - sum(one.bytes for one in found)  # There are no gaps.
         for one in found:
             yield one, at
             at += one.bytes
@@ -280,8 +283,11 @@ class SetReader:
             OSError: they cannot be read; EIO with the last part where the checksum is another.
         """
         place = self.places[name]
-        reader = self._files[place.file]
-        reader.read(place.start + start, into)
+        path = os.path.join(self._directory, place.file)
+        if self._file is None or self._file.path != path:
+            self.close()
+            self._file = aio.Reader(path, self._backend)
+        self._file.read(place.start + start, into)
         done, crc = self._running.pop(name, (0, 0))
         assert done == start, f"{name}: parts out of order"
         done, crc = done + into.size, crc32c(into, crc)
@@ -292,13 +298,14 @@ class SetReader:
                 errno.EIO,
                 f"{name}: checksum mismatch (CRC32C {crc:#010x}, written as {place.crc:#010x}); "
                 "likely the drive or a copy changed bits; load another checkpoint",
-                reader.path,
+                path,
             )
 
     def close(self) -> None:
-        """Close all files."""
-        for one in self._files.values():
-            one.close()
+        """Close what is open."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
 
 
 def read_json(path: str) -> dict[str, Any]:

@@ -29,6 +29,7 @@ _OPTIONS = {
     "doctor": ("doctor", "Doctor"),
     "report": ("report", "Report"),
     "inspect": ("inspect", "Inspect"),
+    "convert": ("convert", "Convert"),
     "adam": ("bench_adam", "Adam"),
     "nvme": ("bench_nvme", "Nvme"),
 }
