@@ -16,7 +16,7 @@ from benchmarks.deepspeed_checkpoints import CHECKPOINTS, STEPS, optimizer_of
 from benchmarks.deepspeed_checkpoints import Net as Theirs
 from cpu_adam import CPUAdam
 from cpu_adam.reference import join
-from offload.checkpoint import conversion, source
+from offload.checkpoint import conversion
 from offload.checkpoint.conversion import convert
 from offload.cli import main
 from tests import save_reader
@@ -241,6 +241,10 @@ def test_damage_is_found_and_nothing_is_left(save: Path, tmp_path: Path) -> None
     assert [one.name for one in tmp_path.iterdir()] == ["save"]
 
 
-def test_a_source_names_the_rule_of_its_states() -> None:
-    with pytest.raises(ValueError, match="exp_inf: no rule"):
-        source.new_run(1, None, [], {"a": {"steps": 1, "slots": ["exp_avg", "exp_inf"]}})
+def test_another_optimizer_is_refused(tmp_path: Path) -> None:
+    shutil.copytree(DATA / "zero2-1-bf16", tmp_path / "ds")
+    (file,) = (tmp_path / "ds/global_step3").glob("*optim*")
+    content = file.read_bytes()
+    file.write_bytes(content.replace(b"exp_avg_sq", b"exp_inf_xx"))
+    with pytest.raises(ValueError, match="exp_avg, exp_inf_xx: an optimizer that is not offered"):
+        convert(str(tmp_path / "ds"), str(tmp_path / "save"))

@@ -17,10 +17,24 @@ import torch
 
 import aio
 from cpu_adam.reference import join, split
-from offload.checkpoint.deepspeed_shards import is_deepspeed, open_deepspeed
-from offload.checkpoint.directory import RUN, check_run, read_run, whole_directory, write_run
+from offload.checkpoint.deepspeed_shards import (
+    PART_ELEMENTS,
+    WEIGHTS,
+    Source,
+    is_deepspeed,
+    open_deepspeed,
+)
+from offload.checkpoint.directory import (
+    FORMAT,
+    RUN,
+    check_run,
+    read_run,
+    whole_directory,
+    write_run,
+)
 from offload.checkpoint.shards import SHARD_BYTES, SetReader, SetWriter
-from offload.checkpoint.source import PART_ELEMENTS, RESIDUE, WEIGHTS, Source, new_run
+
+RESIDUE = "residue"
 
 
 def convert(source: str, target: str, kind: str = "save", dtype: str | None = None) -> list[str]:
@@ -58,7 +72,7 @@ def convert(source: str, target: str, kind: str = "save", dtype: str | None = No
                 writer.finish()
         if not alone:
             write_run(new, made.run)
-    if alone and found.states:
+    if alone and "optimizer" in found.run:
         found.notices.append("left out: the optimizer's states, as such a folder has weights alone")
     return found.notices
 
@@ -77,8 +91,8 @@ def _open(where: str, backend: aio.Backend, opened: ExitStack) -> Source:
 
 def _open_sets(where: str, whole: bool, backend: aio.Backend, opened: ExitStack) -> Source:
     """A save, or a folder of Hugging Face."""
-    run = read_run(where) if whole else new_run(0, None)
-    states = run.get("optimizer", {"states": {}})["states"]
+    run = read_run(where) if whole else {"format": FORMAT, "step": 0, "user": None}
+    states = _states(run)
     readers = {}
     for prefix in dict.fromkeys([WEIGHTS, *(s for one in states.values() for s in one["slots"])]):
         readers[prefix] = opened.enter_context(closing(SetReader(where, prefix, backend)))
@@ -95,7 +109,11 @@ def _open_sets(where: str, whole: bool, backend: aio.Backend, opened: ExitStack)
             yield values
 
     sets = {k: {name: at.tensor for name, at in v.places.items()} for k, v in readers.items()}
-    return Source(sets, parts, run, castable=states or sets[WEIGHTS])
+    return Source(sets, parts, run, states or sets[WEIGHTS])
+
+
+def _states(run: dict[str, Any]) -> dict[str, Any]:
+    return run.get("optimizer", {"states": {}})["states"]  # type: ignore[no-any-return]
 
 
 def _cast(found: Source, dtype: str | None, alone: bool) -> Source:
@@ -104,8 +122,10 @@ def _cast(found: Source, dtype: str | None, alone: bool) -> Source:
     Raises:
         ValueError: a state is of no parameter, or of one in a dtype that is not trained.
     """
-    states = {} if alone else found.states
-    made = Source({WEIGHTS: {}}, lambda prefix, name: _parts(found, made, prefix, name), found.run)
+    states = {} if alone else _states(found.run)
+    made = Source(
+        {WEIGHTS: {}}, lambda prefix, name: _parts(found, made, prefix, name), found.run, ()
+    )
     for name, one in found.sets[WEIGHTS].items():
         if dtype and name in found.castable and getattr(torch, one.dtype).is_floating_point:
             one = one._replace(dtype=dtype)

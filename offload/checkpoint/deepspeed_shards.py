@@ -14,32 +14,45 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
 from pickle import PickleError
 from typing import Any
 
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from offload.checkpoint.directory import encoded
+from offload.checkpoint.directory import FORMAT, encoded
 from offload.checkpoint.shards import Tensor
-from offload.checkpoint.source import PART_ELEMENTS, WEIGHTS, Source, dtype_name, new_run
+
+WEIGHTS, PART_ELEMENTS = "model", 4 << 20
+RULES = {("exp_avg",): "lion", ("exp_avg", "exp_avg_sq"): "adam", ("momentum_buffer",): "sgd"}
+"""The update's rule by the slots of its states, but for the residue."""
 
 _FILE = re.compile(r"(?:\w+_)??(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_(model|optim)_states\.pt")
-_KEYS = (
-    ("single_partition_of_fp32_groups", "base_optimizer_state"),
-    ("fp32_flat_groups", "optimizer_state_dict"),
+_THEIRS = re.compile(
+    r"module|buffer_names|optimizer|\w+_shapes|shared_params|\w+_fragments|\w+_world_size|ds_\w+|"
+    r"data_sampler|random_ltd|skipped_steps|global_samples|checkpoint_parallel_dimensions"
 )
-"""Of the masters and of the optimizer: up to stage 2, and in stage 3."""
-_OF_USERS = (
-    r"(?!module|buffer_names|optimizer|\w+_shapes|shared_params|\w+_fragments|\w+_world_size|"
-)
-_OF_USERS += r"data_sampler|random_ltd|skipped_steps|global_samples|checkpoint_parallel|ds_)\w+"
-"""Keys of what is handed on as it is: `lr_scheduler`, `global_steps` and what the user had kept."""
+"""Keys that are not handed on; others are: of the scheduler, and what the user had it keep."""
 
-_ERRORS: tuple[type[Exception], ...] = (ArithmeticError, AssertionError, AttributeError, EOFError)
-_ERRORS += (LookupError, PickleError, RuntimeError, TypeError, ValueError)
-"""What torch and Python raise for a file that is damaged, or another than expected."""
+
+@dataclass
+class Source:
+    """A checkpoint that can be read part by part."""
+
+    sets: dict[str, dict[str, Tensor]]
+    """The weights, and each slot of the states, by name."""
+    parts: Callable[[str, str], Iterator[torch.Tensor]]
+    """By set and name the values in order, 1-D, cut at the same places in each set."""
+    run: dict[str, Any]
+    """As `write_run` takes it."""
+    castable: Collection[str]
+    """Names of parameters; the other weights keep their dtype."""
+    dtype: str | None = None
+    """Of its parameters in a save where no other is asked for; None: as they are."""
+    notices: list[str] = field(default_factory=list)
+    """What is left out of it."""
 
 
 class _Stub:
@@ -73,7 +86,16 @@ def open_deepspeed(where: str) -> Source:
     where = _tagged(where)
     try:
         return _source(*_load(where))
-    except _ERRORS as error:
+    except (
+        ArithmeticError,
+        AttributeError,
+        EOFError,
+        LookupError,
+        PickleError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
         told = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise ValueError(
             f"{where}: asked to read what ZeRO of DeepSpeed 0.19 writes; found {told}; likely a "
@@ -105,7 +127,10 @@ def _load(where: str) -> tuple[list[Any], list[Any]]:
 
 def _source(models: list[Any], shards: list[Any]) -> Source:
     model, last = models[0], int(shards[0]["zero_stage"]) == 3
-    masters, bases = ([one[key] for one in shards] for key in _KEYS[last])
+    masters = [
+        one["fp32_flat_groups" if last else "single_partition_of_fp32_groups"] for one in shards
+    ]
+    bases = [one["optimizer_state_dict" if last else "base_optimizer_state"] for one in shards]
     shapes: list[dict[str, torch.Size]] = model["param_shapes"]
     slots = [k for k, v in bases[0]["state"][0].items() if isinstance(v, torch.Tensor) and v.ndim]
     flats = {WEIGHTS: masters}
@@ -140,12 +165,12 @@ def _source(models: list[Any], shards: list[Any]) -> Source:
     half = any(
         one.dtype != torch.bfloat16 for name, one in model["module"].items() if name in pieces
     )
-    notices: list[str] = []
-    groups, states = _groups(bases[0], shapes, slots)
-    step = model["global_steps"] - model["skipped_steps"]
-    run = new_run(step, _of_users(model, notices), groups, states)
     castable = sets[WEIGHTS].keys() - set(model["buffer_names"])
-    return Source(sets, parts, run, "float32" if half else "bfloat16", castable, notices)
+    source = Source(sets, parts, {}, castable, "float32" if half else "bfloat16")
+    step = model["global_steps"] - model["skipped_steps"]
+    source.run = {"format": FORMAT, "step": step, "user": _of_users(model, source.notices)}
+    source.run["optimizer"] = _optimizer(bases[0], shapes, slots)
+    return source
 
 
 def _in_ranks(at: int, count: int, sizes: list[int], cut: bool) -> list[tuple[int, int, int]]:
@@ -172,13 +197,13 @@ def _not_trained(models: list[Any], trained: Any) -> dict[str, tuple[Tensor, tor
             shape = frozen[name]
             values = torch.cat([one["frozen_param_fragments"][name] for one in models])
         values = values.reshape(-1)[: shape.numel()]
-        found[name] = Tensor(name, dtype_name(values.dtype), tuple(shape)), values
+        found[name] = Tensor(name, str(values.dtype).removeprefix("torch."), tuple(shape)), values
     return found
 
 
 def _of_users(model: Any, notices: list[str]) -> dict[str, Any]:
     found = {}
-    for name in filter(re.compile(_OF_USERS).fullmatch, model):
+    for name in (key for key in model if not _THEIRS.fullmatch(key)):
         try:
             found[name] = encoded(model[name], name)
         except TypeError as error:
@@ -186,8 +211,10 @@ def _of_users(model: Any, notices: list[str]) -> dict[str, Any]:
     return found
 
 
-def _groups(base: Any, shapes: list[Any], slots: list[str]) -> tuple[list[Any], dict[str, Any]]:
-    """The groups and states of a run."""
+def _optimizer(base: Any, shapes: list[Any], slots: list[str]) -> dict[str, Any]:
+    """What a run has of the optimizer."""
+    if tuple(sorted(slots)) not in RULES:
+        raise ValueError(f"states of {', '.join(slots)}: an optimizer that is not offered")
     groups, states = [], {}
     for group in base["param_groups"]:
         if not group.get("bias_correction", True):
@@ -198,4 +225,4 @@ def _groups(base: Any, shapes: list[Any], slots: list[str]) -> tuple[list[Any], 
         for at in group["params"]:
             steps = int(base["state"][at].get("step", group.get("step", 0)))
             states.update({name: {"steps": steps, "slots": slots} for name in shapes[at]})
-    return groups, states
+    return {"rule": RULES[tuple(sorted(slots))], "groups": groups, "states": states}

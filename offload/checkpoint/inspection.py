@@ -56,22 +56,27 @@ def inspect(directory: str | os.PathLike[str]) -> Inspection:
 
 def _inspect_save(where: str) -> Inspection:
     found, run = Inspection(), dict[str, Any]()
-    there = {n.removesuffix(INDEX) for n in sorted(os.listdir(where)) if n.endswith(INDEX)}
-    if there == {WEIGHTS} and not os.path.lexists(os.path.join(where, RUN)):
+    wanted = {n.removesuffix(INDEX): set[str]() for n in os.listdir(where) if n.endswith(INDEX)}
+    wanted.setdefault(WEIGHTS, set())
+    if len(wanted) == 1 and not os.path.lexists(os.path.join(where, RUN)):
         found.rows[f"no {RUN}"] = "weights alone, as Hugging Face keeps them"
     else:
         try:
             run = read_run(where)
-            _describe(run, found.rows)
         except (OSError, ValueError) as error:
             found.broken.append(told(error))
-    states = run.get("optimizer", {"states": {}})["states"]
-    wanted: dict[str, set[str]] = {prefix: set() for prefix in sorted(there | {WEIGHTS})}
-    for name, state in states.items():
-        for slot in state["slots"]:
-            wanted.setdefault(slot, set()).add(name)
+        else:
+            found.rows["step"] = str(run["step"])
+            found.rows["besides"] = ", ".join(sorted({"scheduler", "random"} & run.keys())) or "-"
+            found.rows["user data"] = shown(decoded(run["user"]))
+    if saved := run.get("optimizer"):
+        counts = f"groups: {len(saved['groups'])}, parameters with states: {len(saved['states'])}"
+        found.rows["optimizer"] = f"{saved['rule']}, {counts}"
+        for name, state in saved["states"].items():
+            for slot in state["slots"]:
+                wanted.setdefault(slot, set()).add(name)
     with closing(aio.open_backend()) as backend:
-        for prefix, names in wanted.items():
+        for prefix, names in sorted(wanted.items()):
             try:
                 with closing(SetReader(where, prefix, backend)) as reader:
                     if missing := names - reader.places.keys():
@@ -80,16 +85,6 @@ def _inspect_save(where: str) -> Inspection:
             except (OSError, ValueError) as error:
                 found.broken.append(f"{prefix}: {told(error)}")
     return found
-
-
-def _describe(run: dict[str, Any], rows: dict[str, str]) -> None:
-    rows["step"] = str(run["step"])
-    if (saved := run.get("optimizer")) is not None:
-        counts = f"groups: {len(saved['groups'])}, parameters with states: {len(saved['states'])}"
-        rows["optimizer"] = f"{saved['rule']}, {counts}"
-    kept = [name for name in ("scheduler", "random") if name in run]
-    rows["besides"] = ", ".join(kept) or "neither a scheduler nor random numbers"
-    rows["user data"] = shown(decoded(run["user"]))
 
 
 def _check_set(prefix: str, reader: SetReader, found: Inspection) -> None:
