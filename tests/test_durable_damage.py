@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import random
 import shutil
@@ -11,6 +12,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +22,11 @@ import pytest
 import aio
 import offload
 from offload.checkpoint import commits
-from offload.checkpoint.commits import CommitReader, read_commit
+from offload.checkpoint.commit_reader import CommitReader, read_commit
 from offload.runtime.entry import EngineError
+from tests.command import run as run_command
 from tests.test_durable import CPU, NVME, durable, go_on, steps
+from tests.test_hostile import MUTATIONS, changed, damaged, little_memory, overwrite, sealed
 from tests.test_saving import buffered, sgd
 from tests.training import Net, plain
 
@@ -143,7 +148,9 @@ def committed(original: Path, tmp_path: Path) -> Path:
 def test_a_flipped_bit_is_found_before_it_is_used(seed: int, committed: Path) -> None:
     directory, draw = committed / "run", random.Random(seed)
     commit, layout = read_commit(str(directory))
-    file = draw.choice(["commit.json", commit["layout"], commit["buffers"], f"{layout['name']}.0"])
+    file = draw.choice(
+        ["commit.json", commit["layout"], commit["buffers"][0], f"{layout['name']}.0"]
+    )
     content = bytearray((directory / file).read_bytes())
     places = range(len(content))
     if file.startswith("offload-"):
@@ -268,3 +275,50 @@ def test_another_layout_has_files_of_its_own_and_the_old_ones_stay_until_it_is_c
     with durable(CPU, committed, build=buffered) as run:
         assert run.engine.resumed[0] == 3
     assert not files("run"), "nothing was committed there"
+
+
+def test_mutated_commits_are_refused_in_a_sentence(committed: Path) -> None:
+    directory = committed / "run"
+    good = {one: one.read_bytes() for one in directory.glob("*.json")}
+    refused = 0
+    with little_memory():
+        for seed in range(MUTATIONS // 4):
+            draw = random.Random(seed)
+            file = draw.choice([directory / "commit.json", directory / "layout-1.json"])
+            content, error = good[file], None
+            inner = json.dumps(json.loads(content)["run"]).encode()
+            broken = draw.random() < 0.2
+            overwrite(file, damaged(content, draw) if broken else sealed(changed(inner, draw)))
+            try:
+                commit, layout = read_commit(str(directory))
+                with closing(CommitReader(str(directory), commit, layout)) as reader:
+                    for name, (_, shape, _) in layout["parameters"].items():
+                        reader.read("model", name, 0, prod(shape))
+                    if wrong := reader.check():
+                        raise ValueError(wrong[0])
+            except BaseException as raised:
+                error = raised
+            if error is not None:
+                told = f"mutation {seed} of {file.name}: {error!r:.1000}"
+                assert isinstance(error, (OSError, ValueError)), told
+                assert "\n" not in str(error)[:1_000] == str(error), told
+                refused += 1
+            overwrite(file, content)
+    assert refused > 0.7 * (MUTATIONS // 4)
+    assert whole(directory) == 2
+
+
+def test_inspect_tells_what_a_run_has_and_what_is_broken(
+    committed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = committed / "run"
+    assert run_command("inspect", str(directory)) == 0
+    told = capsys.readouterr().out
+    assert "step" in told
+    assert "adam, exact: " in told
+    (directory / "commit.json").write_bytes(b"{}")
+    assert run_command("inspect", str(directory)) == 1
+    assert "step 1 in previous.json is whole" in capsys.readouterr().out
+    (directory / "previous.json").replace(directory / "commit.json")
+    with durable(CPU, committed, build=buffered) as run:
+        assert run.engine.resumed[0] == 1

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import functools
 import glob
 import os
 import secrets
@@ -24,26 +23,21 @@ import socket
 import stat
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import safetensors.torch
-import torch
 from psutil import pid_exists
 
 import aio
 from cpu_adam import crc32c
-from cpu_adam.formats import format_for
-from cpu_adam.reference import cut, views
-from cpu_adam.torch_state import to_plain
+from offload.checkpoint.commit_reader import COMMIT, FORMAT, PREVIOUS, read_commit, record_files
 from offload.checkpoint.directory import RUN, flush, read_checked, write_checked
 from offload.planning.layout import FileLayout, Plan
 from offload.planning.machine import measured_speeds, shares_of
-from offload.runtime.memory import host_tensor
 from offload.runtime.store import Kept, Store
 
-COMMIT, PREVIOUS, LOCK = "commit.json", "previous.json", "lock"
-FORMAT = 1
+LOCK = "lock"
 
 ORPHANS_S = 15.0
 """So long workers of a killed process, which loaded data for it, may hold its lock."""
@@ -139,10 +133,9 @@ class RunDirectory:
         commit = {"format": FORMAT, "layout": self._layout_name, "homes": homes.tolist()}
         commit |= {"buffers": None, "run": run}
         if buffers:
-            commit["buffers"] = f"buffers-{step}.safetensors"
-            content = safetensors.torch.save(dict(buffers))
-            commit["buffers_crc32c"] = f"{crc32c(np.frombuffer(content, np.uint8), 0):08x}"
-            _replace(self._at(commit["buffers"]), content)
+            name, content = f"buffers-{step}.safetensors", safetensors.torch.save(dict(buffers))
+            commit["buffers"] = [name, crc32c(np.frombuffer(content, np.uint8), 0)]
+            _replace(self._at(name), content)
         new = self._at(COMMIT + ".new")
         with contextlib.suppress(FileNotFoundError):
             os.unlink(new)
@@ -156,15 +149,15 @@ class RunDirectory:
         os.replace(new, self._at(COMMIT))
         flush(self.path)
         store.chunks.own(homes[:, 0])
-        stays = {commit["buffers"], self.commit and self.commit["buffers"]}
+        stays = [commit["buffers"], self.commit and self.commit["buffers"]]
         self.commit = commit
         if before != self._layout_name:
-            stays = {commit["buffers"]}
+            stays = stays[:1]
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._at(PREVIOUS))
             self._forget_others()
         for path in glob.glob(os.path.join(glob.escape(self.path), "buffers-*.safetensors")):
-            if os.path.basename(path) not in stays:
+            if os.path.basename(path) not in [one[0] for one in stays if one]:
                 os.unlink(path)
 
     def _forget_others(self) -> None:
@@ -237,154 +230,6 @@ def layout_of(plan: Plan) -> dict[str, Any]:
         "chunks": [chunk for unit in units for chunk in unit],
         "second": second,
     }
-
-
-def record_files(directory: str, layout: Mapping[str, Any]) -> list[str]:
-    """The paths of the record files of a layout: beside it where a folder is empty."""
-    name, pairs = layout["name"], enumerate(layout["folders"])
-    return [os.path.join(directory, folder, f"{name}.{drive}") for drive, folder in pairs]
-
-
-def read_commit(directory: str, name: str = COMMIT) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A commit and its layout, whose fields are those that `RunDirectory` writes.
-
-    Raises:
-        OSError: a file cannot be read.
-        ValueError: one is damaged, or of a later release.
-    """
-    commit = read_checked(os.path.join(directory, name))
-    layout = read_checked(os.path.join(directory, os.path.basename(str(commit.get("layout")))))
-    for what, found in (name, commit), (commit["layout"], layout):
-        if found.get("format") != FORMAT:
-            raise ValueError(
-                f"{directory}: {what} is of format {found.get('format')!r}, this release reads "
-                f"{FORMAT}"
-            )
-    return commit, layout
-
-
-class _Place(NamedTuple):
-    """Part of a parameter, and where it lies."""
-
-    start: int
-    """Its first element in the parameter."""
-    stop: int
-    chunk: int
-    """Of the layout."""
-    chunk_start: int
-
-
-class CommitReader:
-    """Reads the values of a commit, by parameter and range, and checks every byte."""
-
-    def __init__(self, directory: str, commit: Mapping[str, Any], layout: Mapping[str, Any]):
-        """Open the record files.
-
-        Raises:
-            OSError: one is missing; the buffers cannot be read, or are damaged.
-        """
-        self._commit, self._layout = commit, layout
-        self._stripes = aio.Stripes(layout["stripes"][0], tuple(layout["stripes"][1]))
-        self._fds, self._paths = list[int](), record_files(directory, layout)
-        self._places = dict[str, list[_Place]]()
-        for number, chunk in enumerate(layout["chunks"]):
-            for name, start, at, count in chunk["pieces"]:
-                place = _Place(start, start + count, number, at)
-                self._places.setdefault(name, []).append(place)
-        self.buffers = _read_buffers(directory, commit)
-        self._bytes = functools.lru_cache(2)(self._read_bytes)
-        self._plain = functools.lru_cache(2)(self._read_plain)
-        try:
-            for path in self._paths:
-                self._fds.append(os.open(path, os.O_RDONLY | os.O_NOFOLLOW))
-        except OSError as error:
-            self.close()
-            told = "asked for the values of a commit; found no such file; likely it was moved"
-            raise OSError(error.errno, told, error.filename) from error
-
-    def read(self, prefix: str, name: str, start: int, count: int) -> torch.Tensor:
-        """So many elements of a parameter from one on, 1-D: of its weight, where `prefix` is
-        `model`, or of that slot of its state.
-
-        Raises:
-            OSError: they cannot be read; EIO where a checksum is another.
-        """
-        if (buffer := self.buffers.get(name)) is not None:
-            return buffer.reshape(-1)[start : start + count]
-        parts = []
-        for place in self._places[name]:
-            first, last = max(start, place.start), min(start + count, place.stop)
-            if first < last:
-                part = self._part(prefix, name, place)
-                parts.append(part[first - place.start : last - place.start])
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _part(self, prefix: str, name: str, place: _Place) -> torch.Tensor:
-        if prefix != "model":
-            return self._plain(name, place)[prefix]
-        content = self._bytes("weight", place.chunk)
-        weights = content.view(getattr(torch, self._layout["parameters"][name][0]))
-        return weights[place.chunk_start :][: place.stop - place.start]
-
-    def _read_plain(self, name: str, place: _Place) -> dict[str, torch.Tensor]:
-        """The slots of part of a state."""
-        layout = self._layout
-        fmt = format_for(layout["parameters"][name][0], layout["states"], layout["rule"])
-        elements = layout["chunks"][place.chunk]["elements"]
-        slots = views(self._bytes("state", place.chunk), fmt, elements)
-        return to_plain(cut(slots, fmt, place.chunk_start, place.stop - place.start), fmt)
-
-    def _read_bytes(self, kind: str, chunk: int) -> torch.Tensor:
-        number, offset, size = self._layout["chunks"][chunk][kind]
-        home, _, crc = self._commit["homes"][number]
-        content = host_tensor(size)
-        whole = memoryview(content.numpy())  # type: ignore[arg-type]
-        for run in self._stripes.runs(offset + home * self._layout["second"], size):
-            at = run.start
-            while at < run.stop:
-                part = whole[at : run.stop]
-                count = os.preadv(self._fds[run.drive], [part], run.offset + at - run.start)
-                if not count:
-                    raise OSError(errno.EIO, "the file is cut short", self._paths[run.drive])
-                at += count
-        if (found := crc32c(content.numpy(), 0)) != crc:
-            raise OSError(
-                errno.EIO,
-                f"chunk {chunk} ({kind}): checksum mismatch (CRC32C {found:#010x}, written as "
-                f"{crc:#010x}); likely the drive changed bits; `offload inspect` tells what is "
-                "whole",
-                " and ".join(self._paths),
-            )
-        return content
-
-    def check(self) -> list[str]:
-        """Read every chunk. What is wrong, a line each."""
-        wrong = list[str]()
-        for number, chunk in enumerate(self._layout["chunks"]):
-            for kind in ("weight", "state"):
-                if chunk[kind] is None:
-                    continue
-                try:
-                    self._read_bytes(kind, number)
-                except OSError as error:
-                    wrong.append(f"{error.filename}: {error.strerror}")
-        return wrong
-
-    def close(self) -> None:
-        """Close the files."""
-        while self._fds:
-            os.close(self._fds.pop())
-
-
-def _read_buffers(directory: str, commit: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    if commit["buffers"] is None:
-        return {}
-    path = os.path.join(directory, os.path.basename(commit["buffers"]))
-    with open(path, "rb") as file:
-        content = file.read()
-    if f"{crc32c(np.frombuffer(content, np.uint8), 0):08x}" != commit["buffers_crc32c"]:
-        raise OSError(errno.EIO, "checksum mismatch; likely the drive changed bits", path)
-    return safetensors.torch.load(content)
 
 
 def _replace(path: str, content: bytes) -> None:

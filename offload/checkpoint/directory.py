@@ -8,6 +8,7 @@ import errno
 import json
 import os
 import random
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,7 +19,8 @@ import psutil
 import torch
 
 from cpu_adam import crc32c
-from offload.checkpoint.shards import read_json, write_text
+from offload.checkpoint.schema import Each, accepted, check, count, flag, shown, text
+from offload.checkpoint.shards import NAMES, read_json, write_text
 
 RUN = "run.json"
 FORMAT = 1
@@ -110,7 +112,8 @@ def read_run(directory: str) -> dict[str, Any]:
         told = "asked to load a save; found none: likely another directory, or one never finished"
         raise FileNotFoundError(errno.ENOENT, told, path) from error
     if run.get("format") != FORMAT:
-        raise ValueError(f"{path} is of format {run.get('format')!r}, this release reads {FORMAT}")
+        raise ValueError(f"{path} is of format {shown(run.get('format'))}, not {FORMAT}")
+    check_fields(run, path)
     return run
 
 
@@ -141,8 +144,24 @@ def read_checked(path: str) -> dict[str, Any]:
     return run
 
 
+def check_fields(run: Any, where: str) -> None:
+    """Refuse what `write_run` cannot have written.
+
+    Raises:
+        ValueError: a field is missing, or is not what it can be; the message names it.
+    """
+    check(run, _RUN, where)
+    saved = run.get("optimizer", {"groups": [], "states": {}})
+    known = {name for group in saved["groups"] for name in group["parameters"]}
+    if other := saved["states"].keys() - known:
+        raise ValueError(f"{where} has a state of {shown(min(other))}, which is in no group")
+
+
 def _plain(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"), sort_keys=True)
+    try:
+        return json.dumps(value, separators=(",", ":"), sort_keys=True)
+    except RecursionError as error:
+        raise ValueError("asked for data as JSON; found lists or dicts nested too deep") from error
 
 
 def encoded(value: Any, what: str) -> Any:
@@ -210,9 +229,54 @@ def set_random_state(found: Mapping[str, Any], device: torch.device) -> None:
         torch.get_device_module(device).set_rng_state(_bytes(found["device"]), device)
 
 
+def _take_numpy(found: Any) -> None:
+    kind, keys, at, *rest = found
+    if at not in range(len(keys) + 1):
+        raise ValueError("numpy would read beyond its keys")
+    np.random.RandomState().set_state((kind, np.array(keys, np.uint32), at, *rest))
+
+
 def _text(state: torch.Tensor) -> str:
     return base64.b64encode(state.numpy().tobytes()).decode()
 
 
 def _bytes(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+
+
+# -- what a run can say ----------------------------------------------------------------------------
+
+
+def _take_options(found: Any) -> None:
+    options = decoded(found)
+    if not isinstance(options, dict) or "params" in options or not all(map(text, options)):
+        raise TypeError
+
+
+def _word(value: Any) -> bool:
+    """a word of small letters"""
+    return text(value) and re.fullmatch("[a-z_]{1,40}", value) is not None
+
+
+def _dtype(value: Any) -> bool:
+    """a dtype that safetensors has"""
+    return text(value) and value in NAMES
+
+
+_DATA = accepted("data as `user` may be", decoded)
+_STATE = {"steps": count, "slots": Each(_word, _dtype)}
+_GROUP = {"parameters": [text], "options": accepted("options of a group", _take_options)}
+_RUN = {
+    "format": count,
+    "step": count,
+    "user": _DATA,
+    "frozen?": flag,
+    "scheduler?": _DATA,
+    "random?": {
+        "torch": accepted("a state of torch's", lambda v: torch.Generator().set_state(_bytes(v))),
+        "device?": accepted("bytes in base64", _bytes),
+        "numpy": accepted("a state of numpy's", _take_numpy),
+        "python": accepted("a state of Python's", lambda v: random.Random().setstate(decoded(v))),
+    },
+    "optimizer?": {"rule": _word, "groups": [_GROUP], "states": Each(text, _STATE)},
+}

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.checkpoint.commits import CommitReader, RunDirectory, durable_values
+from offload.checkpoint.commit_reader import CommitReader
+from offload.checkpoint.commits import RunDirectory, durable_values
 from offload.checkpoint.directory import decoded, encoded, random_state, set_random_state
 from offload.checkpoint.saving import (
     buffers_of,

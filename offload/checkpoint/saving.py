@@ -33,6 +33,7 @@ from offload.checkpoint.directory import (
     whole_directory,
     write_run,
 )
+from offload.checkpoint.schema import shown
 from offload.checkpoint.shards import SHARD_BYTES, Bytes, SetReader, SetWriter, Tensor
 from offload.model.engine import Engine, engine_of
 from offload.model.passes import refuse_inside
@@ -166,7 +167,8 @@ def load(
                 optimizer.take_options(options_of(run))
                 if scheduler is not None:
                     scheduler.load_state_dict(decoded(run["scheduler"]))
-                set_random_state(run["random"], engine.runner.device.torch_device)
+                if "random" in run:  # Not in what was converted.
+                    set_random_state(run["random"], engine.runner.device.torch_device)
     return decoded(run["user"])
 
 
@@ -261,7 +263,7 @@ def _states_of(engine: Engine, optimizer: Optimizer) -> dict[str, dict[str, Any]
     states, found = optimizer.states, dict[str, dict[str, Any]]()
     for owner, one in _parameters(engine):
         if steps := states.steps.get(owner, 0):
-            slots = {k: _name_of(v) for k, v in plain_dtypes(states.format(*owner)).items()}
+            slots = _slots_of(optimizer, owner)
             if owner not in states.buffers:
                 slots.pop("momentum_buffer", None)
             found[one.name] = {"steps": steps, "slots": slots}
@@ -273,6 +275,12 @@ def optimizer_of(engine: Engine, optimizer: Optimizer) -> dict[str, Any]:
     and the groups."""
     states = _states_of(engine, optimizer)
     return {"rule": optimizer.rule, "states": states, "groups": _groups(optimizer)}
+
+
+def _slots_of(optimizer: Optimizer, owner: tuple[int, int]) -> dict[str, str]:
+    """The dtypes of a parameter's slots as a save has them."""
+    plain = plain_dtypes(optimizer.states.format(*owner))
+    return {name: _name_of(dtype) for name, dtype in plain.items()}
 
 
 def _groups(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -429,7 +437,9 @@ def _check_sets(sets: Sets, readers: Mapping[str, SetReader]) -> None:
                 if there.get(name, one) != one
             },
         }
-        told = [f"{len(v)} {k}: {', '.join(sorted(v)[:3])}" for k, v in other.items() if v]
+        told = [
+            f"{len(v)} {k}: {', '.join(map(shown, sorted(v)[:3]))}" for k, v in other.items() if v
+        ]
         if told:
             raise ValueError(
                 f"asked to load {prefix}; found other tensors than the model has: "
@@ -463,13 +473,24 @@ def check_run(run: Mapping[str, Any], optimizer: Optimizer, scheduler: Any) -> N
             f"{asked}; found groups of {[*map(len, theirs)]} parameters, this optimizer has "
             f"{[*map(len, mine)]}, or others in them; build it as it was then; {alone}"
         )
-    optimizer.check_options(options_of(run))
+    try:
+        optimizer.check_options(options_of(run))
+    except TypeError as error:
+        raise ValueError(f"{asked}; found options that are none: {error}") from error
     frozen = {one.name for _, one in _parameters(optimizer.engine) if not one.trainable}
     if lost := sorted(frozen & saved["states"].keys()):
         raise ValueError(
             f"{asked}; found states of {', '.join(lost[:3])}, which was frozen when the model was "
             "attached; attach with it trained, load, detach, freeze it, and attach again"
         )
+    for owner, one in _parameters(optimizer.engine):
+        there = saved["states"].get(one.name, {"slots": {}})["slots"]
+        slots = _slots_of(optimizer, owner) if there else {}
+        if slots.keys() - there.keys() - {"momentum_buffer"} or there.items() - slots.items():
+            raise ValueError(
+                f"{asked}; found a state of {one.name} with {shown(there)}, here it has {slots}: "
+                f"likely the parameter is of {one.dtype} and was of another dtype or shape; {alone}"
+            )
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 
 import aio
 from cpu_adam import crc32c
+from offload.checkpoint.schema import Each, check, shown, text
 
 SHARD_BYTES = 5 << 30
 FILES_MAX = 3
@@ -197,6 +198,17 @@ class _Place(NamedTuple):
     """None where the index has none."""
 
 
+def _file(value: Any) -> bool:
+    """the name of a file beside it"""
+    plain = text(value) and len(value) < 256 and os.path.basename(value) == value
+    return plain and value not in ("", ".", "..")
+
+
+def _checksum(value: Any) -> bool:
+    """a checksum of eight hexadecimal digits"""
+    return text(value) and re.fullmatch("[0-9a-f]{8}", value) is not None
+
+
 class SetReader:
     """Reads the tensors of a set, best in the order in which they lie."""
 
@@ -229,30 +241,22 @@ class SetReader:
                 self.places[one.name] = _Place(one, single, start, None)
             return
         found = read_json(index)
-        files, metadata = found.get("weight_map"), found.get("metadata", {})
-        crcs = metadata.get("crc32c", {}) if isinstance(metadata, dict) else {}
-        if not (isinstance(files, dict) and isinstance(crcs, dict)):
-            raise ValueError(f"{index}: likely no index of safetensors: it has no weight_map")
+        files: Any = found.get("weight_map")
+        check(files, Each(text, _file), f"{index}: weight_map")
+        metadata = found.get("metadata")
+        crcs: Any = metadata.get("crc32c", {}) if isinstance(metadata, dict) else {}
+        check(crcs, Each(text, _checksum), f"{index}: crc32c")
         for file in dict.fromkeys(files.values()):
-            if (
-                not isinstance(file, str)
-                or os.path.basename(file) != file
-                or file in ("", ".", "..")
-            ):
-                raise ValueError(f"{index} names a file {file!r}, which is no plain name beside it")
             for one, start in self._header(file):
                 if files.get(one.name) != file:
-                    raise ValueError(f"{file} has {one.name}, which {index} does not place there")
-                crc = crcs.get(one.name)
-                if crc is not None and not (
-                    isinstance(crc, str) and re.fullmatch("[0-9a-f]{8}", crc)
-                ):
-                    raise ValueError(f"{index} has no checksum of {one.name}, but {crc!r}")
-                self.places[one.name] = _Place(
-                    one, file, start, None if crc is None else int(crc, 16)
-                )
+                    raise ValueError(
+                        f"{file} has {shown(one.name)}, which {index} does not place there"
+                    )
+                crc = int(crcs[one.name], 16) if one.name in crcs else None
+                self.places[one.name] = _Place(one, file, start, crc)
         if missing := files.keys() - self.places.keys():
-            raise ValueError(f"{index} names {min(missing)}, which {files[min(missing)]} lacks")
+            name = min(missing)
+            raise ValueError(f"{index} names {shown(name)}, which {shown(files[name])} lacks")
 
     def _header(self, file: str) -> Iterator[tuple[Tensor, int]]:
         """The tensors of a file, and where each starts."""
@@ -264,12 +268,12 @@ class SetReader:
                 slices = {name: header.get_slice(name) for name in header.offset_keys()}
         except SafetensorError as error:
             raise ValueError(
-                f"{path}: no safetensors file, or cut short or changed: {error}"
+                f"{path}: no safetensors file, or cut short or changed: {shown(error)}"
             ) from error
         known = {theirs: ours for ours, theirs in NAMES.items()}
         for name, one in slices.items():
             if one.get_dtype() not in known:
-                raise ValueError(f"{path}: {name} is of {one.get_dtype()}, which is not offered")
+                raise ValueError(f"{path}: {shown(name)} is of {one.get_dtype()}, not offered")
         found = [Tensor(k, known[v.get_dtype()], tuple(v.get_shape())) for k, v in slices.items()]
         at = reader.size - sum(one.bytes for one in found)  # There are no gaps.
         for one in found:

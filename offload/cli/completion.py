@@ -28,6 +28,8 @@ _OPTIONS = {
     "train": ("options", "Train"),
     "doctor": ("doctor", "Doctor"),
     "report": ("report", "Report"),
+    "inspect": ("inspect", "Inspect"),
+    "convert": ("convert", "Convert"),
     "adam": ("bench_adam", "Adam"),
     "nvme": ("bench_nvme", "Nvme"),
 }

@@ -1,0 +1,285 @@
+"""Read a durable run: its commit, the layout of its record files, and the values in them.
+
+See [Note: Commits] of `commits`, which writes it.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import re
+from collections.abc import Mapping
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+import safetensors.torch
+import torch
+
+import aio
+from cpu_adam import crc32c
+from cpu_adam.formats import format_for
+from cpu_adam.reference import cut, views
+from cpu_adam.torch_state import to_plain
+from offload.checkpoint.directory import check_fields, read_checked
+from offload.checkpoint.schema import Each, accepted, check, count, flag, shown, text
+from offload.planning.profile import ITEM_BYTES
+from offload.runtime.memory import host_tensor
+
+COMMIT, PREVIOUS = "commit.json", "previous.json"
+FORMAT = 1
+
+
+def record_files(directory: str, layout: Mapping[str, Any]) -> list[str]:
+    """The paths of the record files of a layout: beside it where a folder is empty."""
+    name, pairs = layout["name"], enumerate(layout["folders"])
+    return [os.path.join(directory, folder, f"{name}.{drive}") for drive, folder in pairs]
+
+
+def read_commit(directory: str, name: str = COMMIT) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A commit and its layout, whose fields are those that `RunDirectory` writes.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: one is damaged, or of a later release.
+    """
+    path = os.path.join(directory, name)
+    commit = _read(path, _COMMIT)
+    check_fields({"format": FORMAT, **commit["run"]}, f"{path}: run")
+    path = os.path.join(directory, commit["layout"])
+    layout = _read(path, _LAYOUT)
+    try:
+        _check_places(commit, layout)
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path}: likely of another commit, or changed: {shown(str(error))}"
+        ) from error
+    return commit, layout
+
+
+def _read(path: str, schema: Any) -> dict[str, Any]:
+    found = read_checked(path)
+    if found.get("format") != FORMAT:
+        raise ValueError(f"{path} is of format {shown(found.get('format'))}, not {FORMAT}")
+    check(found, schema, path)
+    return found
+
+
+def _check_places(commit: Mapping[str, Any], layout: Mapping[str, Any]) -> None:
+    """Refuse a layout that names what is not there: all sums of it stay within the files."""
+    unit_bytes, pattern = layout["stripes"]
+    if unit_bytes % aio.ALIGN_BYTES or not 0 < len(pattern) <= 64 or not unit_bytes:
+        raise ValueError("stripes that are none")
+    if set(pattern) != set(range(len(layout["folders"]))):
+        raise ValueError("stripes over other files")
+    seen = dict[str, int]()
+    for chunk in layout["chunks"]:
+        dtypes = {layout["parameters"][piece[0]][0] for piece in chunk["pieces"]}
+        (dtype,) = dtypes or {"float32"}
+        for value in filter(None, (chunk["weight"], chunk["state"])):
+            number, offset, size = value
+            if commit["homes"][number][0] > 1 or offset + size > layout["second"]:
+                raise ValueError(f"value {number} lies beyond the end")
+        fmt = format_for(dtype, layout["states"], layout["rule"]) if chunk["state"] else None
+        if fmt and not 0 < fmt.record_bytes(chunk["elements"]) <= chunk["state"][2]:
+            raise ValueError("a record that is too short")
+        for name, start, at, elements in chunk["pieces"]:
+            if seen.setdefault(name, 0) != start:
+                raise ValueError(f"{shown(name)} has a gap")
+            seen[name] += elements
+            if (at + elements) * ITEM_BYTES[dtype] > chunk["weight"][2]:
+                raise ValueError(f"{shown(name)} lies beyond the end of a chunk")
+            if fmt and at + elements > chunk["elements"]:
+                raise ValueError(f"the state of {shown(name)} lies beyond the end of a chunk")
+    for name, (_, shape, _) in layout["parameters"].items():
+        if seen.get(name, 0) != prod(shape):
+            raise ValueError(f"{shown(name)} is not there as a whole")
+
+
+class _Place(NamedTuple):
+    """Part of a parameter, and where it lies."""
+
+    start: int
+    """Its first element in the parameter."""
+    stop: int
+    chunk: int
+    """Of the layout."""
+    chunk_start: int
+
+
+class CommitReader:
+    """Reads the values of a commit, by parameter and range, and checks every byte."""
+
+    def __init__(self, directory: str, commit: Mapping[str, Any], layout: Mapping[str, Any]):
+        """Open the record files.
+
+        Raises:
+            OSError: one is missing; the buffers cannot be read, or are damaged.
+        """
+        self._commit, self._layout = commit, layout
+        self._stripes = aio.Stripes(layout["stripes"][0], tuple(layout["stripes"][1]))
+        self._fds, self._paths = list[int](), record_files(directory, layout)
+        self._places = dict[str, list[_Place]]()
+        for number, chunk in enumerate(layout["chunks"]):
+            for name, start, at, elements in chunk["pieces"]:
+                place = _Place(start, start + elements, number, at)
+                self._places.setdefault(name, []).append(place)
+        self.buffers = _read_buffers(directory, commit)
+        self._bytes = functools.lru_cache(2)(self._read_bytes)
+        self._plain = functools.lru_cache(2)(self._read_plain)
+        try:
+            for path in self._paths:
+                self._fds.append(os.open(path, os.O_RDONLY | os.O_NOFOLLOW))
+            if sum(os.fstat(fd).st_size for fd in self._fds) < layout["second"]:
+                raise OSError(errno.EIO, "cut short", " and ".join(self._paths))
+        except OSError as error:
+            self.close()
+            told = f"asked for the values of a commit; found {error.strerror}; likely it was moved"
+            raise OSError(error.errno, told, error.filename) from error
+
+    def read(self, prefix: str, name: str, start: int, count: int) -> torch.Tensor:
+        """So many elements of a parameter from one on, 1-D: of its weight, where `prefix` is
+        `model`, or of that slot of its state.
+
+        Raises:
+            OSError: they cannot be read; EIO where a checksum is another.
+        """
+        if (buffer := self.buffers.get(name)) is not None:
+            return buffer.reshape(-1)[start : start + count]
+        parts = []
+        for place in self._places[name]:
+            first, last = max(start, place.start), min(start + count, place.stop)
+            if first < last:
+                part = self._part(prefix, name, place)
+                parts.append(part[first - place.start : last - place.start])
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _part(self, prefix: str, name: str, place: _Place) -> torch.Tensor:
+        if prefix != "model":
+            return self._plain(name, place)[prefix]
+        content = self._bytes("weight", place.chunk)
+        weights = content.view(getattr(torch, self._layout["parameters"][name][0]))
+        return weights[place.chunk_start :][: place.stop - place.start]
+
+    def _read_plain(self, name: str, place: _Place) -> dict[str, torch.Tensor]:
+        """The slots of part of a state."""
+        layout = self._layout
+        fmt = format_for(layout["parameters"][name][0], layout["states"], layout["rule"])
+        elements = layout["chunks"][place.chunk]["elements"]
+        slots = views(self._bytes("state", place.chunk), fmt, elements)
+        return to_plain(cut(slots, fmt, place.chunk_start, place.stop - place.start), fmt)
+
+    def _read_bytes(self, kind: str, chunk: int) -> torch.Tensor:
+        number, offset, size = self._layout["chunks"][chunk][kind]
+        home, _, crc = self._commit["homes"][number]
+        content = host_tensor(size)
+        whole = memoryview(content.numpy())  # type: ignore[arg-type]
+        for run in self._stripes.runs(offset + home * self._layout["second"], size):
+            at = run.start
+            while at < run.stop:
+                part = whole[at : run.stop]
+                count = os.preadv(self._fds[run.drive], [part], run.offset + at - run.start)
+                if not count:
+                    raise OSError(errno.EIO, "the file is cut short", self._paths[run.drive])
+                at += count
+        if (found := crc32c(content.numpy(), 0)) != crc:
+            raise OSError(
+                errno.EIO,
+                f"chunk {chunk} ({kind}): checksum mismatch (CRC32C {found:#010x}, written as "
+                f"{crc:#010x}); likely the drive changed bits; `offload inspect` tells what is "
+                "whole",
+                " and ".join(self._paths),
+            )
+        return content
+
+    def check(self) -> list[str]:
+        """Read every chunk. What is wrong, a line each."""
+        wrong = list[str]()
+        for number, chunk in enumerate(self._layout["chunks"]):
+            for kind in ("weight", "state"):
+                if chunk[kind] is None:
+                    continue
+                try:
+                    self._read_bytes(kind, number)
+                except OSError as error:
+                    wrong.append(f"{error.filename}: {error.strerror}")
+        return wrong
+
+    def close(self) -> None:
+        """Close the files."""
+        while self._fds:
+            os.close(self._fds.pop())
+
+
+def _read_buffers(directory: str, commit: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    if commit["buffers"] is None:
+        return {}
+    name, crc = commit["buffers"]
+    path = os.path.join(directory, name)
+    with open(path, "rb") as file:
+        content = file.read()
+    if crc32c(np.frombuffer(content, np.uint8), 0) != crc:
+        raise OSError(errno.EIO, "checksum mismatch; likely the drive changed bits", path)
+    return safetensors.torch.load(content)
+
+
+# -- what the files can say ------------------------------------------------------------------------
+
+
+def _name(value: Any) -> bool:
+    """the name of a file in the directory"""
+    return (
+        text(value)
+        and re.fullmatch(r"[A-Za-z0-9_.-]{1,80}", value) is not None
+        and ".." not in value
+    )
+
+
+def _dtype(value: Any) -> bool:
+    """a dtype of weights"""
+    return text(value) and value in ITEM_BYTES
+
+
+def _row(*fields: Any) -> Any:
+    """A list with one value for each of some schemas."""
+
+    def take(found: Any) -> None:
+        if not isinstance(found, list) or len(found) != len(fields):
+            raise TypeError
+        for value, schema in zip(found, fields):
+            check(value, schema, "")
+
+    return accepted(f"a list of {len(fields)} fields", take)
+
+
+def _buffers(value: Any) -> bool:
+    """a file and its checksum, or null"""
+    return value is None or _row(_name, count)(value)
+
+
+_VALUE = _row(count, count, count)
+_CHUNK = {
+    "weight": _VALUE,
+    "state": lambda value: value is None or _VALUE(value),
+    "elements": count,
+    "pieces": [_row(text, count, count, count)],
+}
+_LAYOUT = {
+    "format": count,
+    "rule": text,
+    "states": text,
+    "parameters": Each(text, _row(_dtype, [count], flag)),
+    "chunks": [_CHUNK],
+    "second": count,
+    "folders": [text],
+    "stripes": _row(count, [count]),
+    "name": _name,
+}
+_COMMIT = {
+    "format": count,
+    "layout": _name,
+    "homes": [_row(count, count, count)],
+    "buffers": _buffers,
+    "run": Each(text, lambda value: True),
+}

@@ -1,0 +1,157 @@
+"""What is in a directory that this project wrote, and what of it is broken: nothing is changed.
+
+Each kind of directory has a row in `KINDS`: the file that it is known by, and the function that
+looks at it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+import aio
+from offload.checkpoint.commit_reader import (
+    COMMIT,
+    PREVIOUS,
+    CommitReader,
+    read_commit,
+    record_files,
+)
+from offload.checkpoint.directory import RUN, decoded, read_run
+from offload.checkpoint.schema import shown
+from offload.checkpoint.shards import SetReader
+from offload.planning.tiers import format_bytes
+
+WEIGHTS = "model"
+INDEX = ".safetensors.index.json"
+PART_BYTES = 16 << 20
+
+
+@dataclass
+class Inspection:
+    """What was found in a directory."""
+
+    rows: dict[str, str] = field(default_factory=dict)
+    """What is there, to be read by people."""
+    broken: list[str] = field(default_factory=list)
+    """What is damaged or missing, a sentence each."""
+    unchecked: int = 0
+    """Tensors without a checksum: they could be read, and nothing says whether they are right."""
+
+
+def inspect(directory: str | os.PathLike[str]) -> Inspection:
+    """Read all of a directory that `offload.save` wrote, and hold each checksum against it.
+
+    Takes some hundred MiB of memory, whatever the size.
+
+    Raises:
+        OSError: there is no such directory, or nothing in it that is known.
+    """
+    where = os.fspath(directory)
+    for mark, look in KINDS.items():
+        if any(name.endswith(mark) for name in os.listdir(where)):
+            return look(where)
+    told = f"asked to inspect it; found no file {' and no '.join(KINDS)}: likely another directory"
+    raise FileNotFoundError(errno.ENOENT, told, where)
+
+
+def _inspect_save(where: str) -> Inspection:
+    found, run = Inspection(), dict[str, Any]()
+    wanted = {n.removesuffix(INDEX): set[str]() for n in os.listdir(where) if n.endswith(INDEX)}
+    wanted.setdefault(WEIGHTS, set())
+    if len(wanted) == 1 and not os.path.lexists(os.path.join(where, RUN)):
+        found.rows[f"no {RUN}"] = "weights alone, as Hugging Face keeps them"
+    else:
+        try:
+            run = read_run(where)
+        except (OSError, ValueError) as error:
+            found.broken.append(told(error))
+        else:
+            found.rows["step"] = str(run["step"])
+            found.rows["besides"] = ", ".join(sorted({"scheduler", "random"} & run.keys())) or "-"
+            found.rows["user data"] = shown(decoded(run["user"]))
+    if saved := run.get("optimizer"):
+        counts = f"groups: {len(saved['groups'])}, parameters with states: {len(saved['states'])}"
+        found.rows["optimizer"] = f"{saved['rule']}, {counts}"
+        for name, state in saved["states"].items():
+            for slot in state["slots"]:
+                wanted.setdefault(slot, set()).add(name)
+    with closing(aio.open_backend()) as backend:
+        for prefix, names in sorted(wanted.items()):
+            try:
+                with closing(SetReader(where, prefix, backend)) as reader:
+                    if missing := names - reader.places.keys():
+                        found.broken.append(f"{prefix} lacks {shown(min(missing))}")
+                    _check_set(prefix, reader, found)
+            except (OSError, ValueError) as error:
+                found.broken.append(f"{prefix}: {told(error)}")
+    return found
+
+
+def _inspect_run(where: str) -> Inspection:
+    """Of a durable run: its commit, and where that is broken, the one before."""
+    found = Inspection()
+    for name in COMMIT, PREVIOUS:
+        try:
+            commit, layout = read_commit(where, name)
+            with closing(CommitReader(where, commit, layout)) as reader:
+                wrong = reader.check()
+        except (OSError, ValueError) as error:
+            found.broken.append(told(error))
+            continue
+        found.broken += wrong
+        run, records = commit["run"], ", ".join(record_files(where, layout))
+        if not found.rows:
+            found.rows["step"], found.rows["user data"] = (
+                str(run["step"]),
+                shown(decoded(run["user"])),
+            )
+            number = f"{len(layout['parameters'])} parameters in {len(layout['chunks'])} chunks"
+            found.rows["commit"] = f"{layout['rule']}, {layout['states']}: {number}"
+            found.rows["records"] = records
+        if not wrong and name == COMMIT:
+            break
+        if not wrong:
+            found.rows["before it"] = (
+                f"step {run['step']} in {PREVIOUS} is whole: rename it to {COMMIT} to go on from it"
+            )
+    return found
+
+
+def _check_set(prefix: str, reader: SetReader, found: Inspection) -> None:
+    """Read all tensors of a set, and say what they are."""
+    total, buffer = 0, np.empty(PART_BYTES, np.uint8)
+    for name, place in reader.places.items():
+        found.unchecked += place.crc is None
+        total += place.tensor.bytes
+        try:
+            for at in range(0, place.tensor.bytes, PART_BYTES):
+                part = buffer[: min(PART_BYTES, place.tensor.bytes - at)]
+                reader.read(name, at, part)
+        except OSError as error:
+            found.broken.append(f"{prefix}: {told(error)}")
+    dtypes = sorted({place.tensor.dtype for place in reader.places.values()})
+    row = f"{len(reader.places)} tensors, {format_bytes(total)}, {', '.join(dtypes)}"
+    found.rows[f"set {prefix}"] = row
+
+
+def told(error: OSError | ValueError) -> str:
+    """An error in one line."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return " ".join(f"{error.filename}: {error.strerror}".split())
+    return " ".join(str(error).split())
+
+
+KINDS: dict[str, Callable[[str], Inspection]] = {
+    COMMIT: _inspect_run,
+    PREVIOUS: _inspect_run,
+    RUN: _inspect_save,
+    INDEX: _inspect_save,
+}
+"""By the file that a directory of a kind has, or the end of its name."""

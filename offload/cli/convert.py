@@ -1,0 +1,62 @@
+"""`offload convert`: a checkpoint of one kind, written as another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import tyro
+
+from offload.cli import bad_input
+from offload.cli.console import Output
+from offload.cli.flags import parse_flags
+
+_Source = tyro.conf.arg(metavar="SRC", help_behavior_hint="", help="The checkpoint, a directory.")
+_Target = tyro.conf.arg(
+    metavar="DST",
+    help_behavior_hint="",
+    help="A new directory; or, to a save, that of an earlier save, which it replaces.",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Convert:
+    """Write a checkpoint as one of another kind. It is read from a directory of offload.save, a
+    folder of safetensors (Hugging Face), or of DeepSpeed (ZeRO 1
+    to 3, of any number of ranks; DeepSpeed need not be there).
+    """
+
+    source: tyro.conf.Positional[Annotated[str, _Source]]
+
+    target: tyro.conf.Positional[Annotated[str, _Target]]
+
+    to: Literal["save", "huggingface"] = "save"
+    """What is written: what offload.load reads, or weights alone as transformers reads them."""
+
+    dtype: Literal["bfloat16", "float32"] | None = None
+    """Of the parameters; None: as they are, those of DeepSpeed as they were trained. A master is
+    kept to the bit in both."""
+
+
+_NEXT = {
+    "save": "after attach, offload.load(model, optimizer, DIR) takes it over",
+    "huggingface": "weights; its config.json is the model's, to be put beside them",
+}
+"""What is to be done with what was written."""
+
+
+def command(arguments: Sequence[str]) -> None:
+    """Converts, and says what was left out.
+
+    Raises:
+        BadInput: the arguments, or what is there cannot be converted.
+    """
+    asked = parse_flags(Convert, "offload convert", arguments)
+    from offload.checkpoint.conversion import convert
+
+    with bad_input():
+        notices = convert(asked.source, asked.target, asked.to, asked.dtype)
+    console = Output()
+    console.notes(notices)
+    console.sentence(f"{asked.target}: {_NEXT[asked.to]}; offload inspect checks it")
