@@ -165,7 +165,8 @@ class Bench:
         """One who trains: plain, unfused, "ours" and three tiers, or "DeepSpeed" and one."""
         system, *tiers = who.split()
         spec = {"system": system, "model": model or self._gpt, "tiers": tiers, "config": config}
-        spec["directory"], python = self._directory, sys.executable
+        # The records of a durable run stay, and go with its directory.
+        spec["directory"], python = config.get("durable", self._directory), sys.executable
         if system == "DeepSpeed":
             if not (python := self._asked.deepspeed):
                 raise RuntimeError("no DeepSpeed: give --deepspeed PYTHON")

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import offload
-from offload.checkpoint import pretrained
+from offload import pretrained
 from tests.pretrained import INPUTS, MIXED, SIZES, llama, loaded, saved
 from tests.small import config
 from tests.training import RESIDENT, same_bits

@@ -91,7 +91,7 @@ class Trace:
     def since(self) -> float:
         """The time after which nothing was dropped; 0.0 if nothing was."""
         full = [ring[0].stop for ring in (self.ran, self.waited) if len(ring) == ring.maxlen]
-        if len(self._calls) == self._calls.maxlen:
+        if self._calls and len(self._calls) == self._calls.maxlen:
             full.append(self._calls[0][1])
         return max(full, default=0.0)
 
