@@ -46,20 +46,26 @@ def from_plain(
     an optimizer of torch has made floating is as good as none). Raises ValueError, before anything
     is written, for a residue that is not of 16 bits.
     """
-    whole = {}
-    for name, dtype in plain_dtypes(format).items():
-        slot = record_views[name]
-        given = state.get(name)
-        whole[name] = torch.zeros_like(slot, dtype=dtype)
-        if given is not None and given.is_floating_point() == dtype.is_floating_point:
-            if dtype == torch.int16:
-                check_residue(given)
-            whole[name].copy_(given)
-    if format.coded:
+    dtypes = plain_dtypes(format)
+    given = {
+        name: value
+        for name, dtype in dtypes.items()
+        if (value := state.get(name)) is not None
+        and value.is_floating_point() == dtype.is_floating_point
+    }
+    for name in given.keys() & {name for name, dtype in dtypes.items() if dtype == torch.int16}:
+        check_residue(given[name])
+    coded = _MOMENTS if format.coded else ()
+    if coded:
+        whole = {name: torch.zeros_like(record_views[name], dtype=dtypes[name]) for name in coded}
+        for name in given.keys() & whole.keys():
+            whole[name].copy_(given[name])
         compact.restore(whole, record_views)
-        whole = {name: value for name, value in whole.items() if name not in _MOMENTS}
-    for name, value in whole.items():
-        record_views[name].copy_(value)
+    for name in dtypes.keys() - set(coded):
+        if name in given:
+            record_views[name].copy_(given[name])
+        else:
+            record_views[name].zero_()
 
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -10,6 +10,7 @@ placement is loaded into any other. All that can be refused is, before the first
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -43,7 +44,7 @@ from offload.planning.profile import Parameter, Piece
 from offload.program.ops import Value
 from offload.runtime.entry import entry, interruptible
 from offload.runtime.memory import host_tensor
-from offload.runtime.store import ahead
+from offload.runtime.store import AHEAD, ahead
 
 WEIGHTS = "model"
 Sets = dict[str, dict[str, Tensor]]
@@ -364,6 +365,8 @@ def fill(
 ) -> None:
     """Let all values be what `read` gives of a set and a name: so many elements from one on."""
     runner, profile = engine.runner, engine.plan.profile
+    largest = max(size for unit in profile.units for _, size in unit.weight_chunks)
+    buffers = itertools.cycle([host_tensor(largest) for _ in range(AHEAD + 2)])
     for unit in range(len(profile.units)):
         if unit not in engine.residents:
             engine.weights_changed(unit)
@@ -372,7 +375,9 @@ def fill(
     def found(chunk: _Chunk) -> Callable[[], None]:
         """What puts a chunk home, read."""
         parts = []
-        weights = host_tensor(runner.memory.extent(chunk.weight)[1]) if chunk.weight else None
+        weights = None
+        if chunk.weight is not None:
+            weights = next(buffers)[: runner.memory.extent(chunk.weight)[1]].zero_()
         for piece in chunk.pieces:
             one = profile.units[piece.unit].parameters[piece.parameter]
             span = piece.parameter_start, piece.elements
