@@ -197,7 +197,8 @@ def detach(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer | None]:
         engine.snapshots.boundary()
         if engine.commits is not None:
             engine.commit()
-            engine.commits, engine.runner.before_write = None, lambda value: None
+            engine.commits.close()
+            engine.commits, engine.runner.before_write = None, lambda kind, unit: None
         values = [
             (parameter, engine.values_of(unit.index, at), engine.gradients.read(unit.index, at))
             for unit in engine.units

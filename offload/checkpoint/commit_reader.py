@@ -48,7 +48,7 @@ def read_commit(directory: str, name: str = COMMIT) -> tuple[dict[str, Any], dic
     commit = _read(path, _COMMIT)
     check_fields({"format": FORMAT, **commit["run"]}, f"{path}: run")
     path = os.path.join(directory, commit["layout"])
-    layout = _read(path, _LAYOUT)
+    layout = read_layout(path)
     try:
         _check_places(commit, layout)
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
@@ -56,6 +56,16 @@ def read_commit(directory: str, name: str = COMMIT) -> tuple[dict[str, Any], dic
             f"{path}: likely of another commit, or changed: {shown(str(error))}"
         ) from error
     return commit, layout
+
+
+def read_layout(path: str) -> dict[str, Any]:
+    """A layout, each field of which can be what it says.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is damaged, or of a later release.
+    """
+    return _read(path, _LAYOUT)
 
 
 def _read(path: str, schema: Any) -> dict[str, Any]:
@@ -236,6 +246,11 @@ def _name(value: Any) -> bool:
     )
 
 
+def _records(value: Any) -> bool:
+    """the name of record files"""
+    return text(value) and re.fullmatch("offload-[0-9a-f]{8}", value) is not None
+
+
 def _dtype(value: Any) -> bool:
     """a dtype of weights"""
     return text(value) and value in ITEM_BYTES
@@ -274,7 +289,7 @@ _LAYOUT = {
     "second": count,
     "folders": [text],
     "stripes": _row(count, [count]),
-    "name": _name,
+    "name": _records,
 }
 _COMMIT = {
     "format": count,

@@ -31,8 +31,15 @@ from psutil import pid_exists
 
 import aio
 from cpu_adam import crc32c
-from offload.checkpoint.commit_reader import COMMIT, FORMAT, PREVIOUS, read_commit, record_files
-from offload.checkpoint.directory import RUN, flush, read_checked, write_checked
+from offload.checkpoint.commit_reader import (
+    COMMIT,
+    FORMAT,
+    PREVIOUS,
+    read_commit,
+    read_layout,
+    record_files,
+)
+from offload.checkpoint.directory import RUN, flush, write_checked
 from offload.planning.layout import FileLayout, Plan
 from offload.planning.machine import measured_speeds, shares_of
 from offload.runtime.store import Kept, Store
@@ -128,6 +135,7 @@ class RunDirectory:
             OSError: something could not be written; the commit before is as it was.
         """
         step = run["step"]
+        assert self._lock >= 0, "it may be another's by now"
         store.volume.flush()
         homes = store.chunks.homes()
         commit = {"format": FORMAT, "layout": self._layout_name, "homes": homes.tolist()}
@@ -168,7 +176,7 @@ class RunDirectory:
             if os.path.basename(path) == committed:
                 continue
             with contextlib.suppress(OSError, ValueError):
-                for file in record_files(self.path, read_checked(path)):
+                for file in record_files(self.path, read_layout(path)):
                     with contextlib.suppress(FileNotFoundError):
                         os.unlink(file)
             os.unlink(path)

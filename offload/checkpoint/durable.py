@@ -5,7 +5,10 @@ A step is closed when the next training forward begins: what user code does betw
 a scheduler's step, belongs to it. There its hyper-parameters, random numbers and user data are
 taken. A thread then waits for the step's updates, writes what of weights and states does not live
 on nvme, and commits. Training goes on meanwhile: nothing that is to be written changes before the
-next update, or edit, of a weight or state, and those wait for the commit.
+next update, or edit, of a weight or state, and those wait for the commit. Weights of resident units
+are torch's own, and nobody is asked before an edit: where one has changed while they were written
+([Note: Residents] of `model.resident`; a version counter tells), nothing is committed, and the next
+commit is not left to a thread.
 
 What lives on nvme is written by its update, to the home that the last commit does not own.
 """
@@ -33,11 +36,14 @@ from offload.checkpoint.saving import (
 )
 from offload.config import warn_user
 from offload.model.engine import Engine
+from offload.model.running import in_backward
 from offload.optim.optimizer import Optimizer
+from offload.planning.profile import Kind
 from offload.program.ops import Lane, Value
+from offload.runtime.entry import interruptible
 from offload.runtime.memory import host_tensor
 from offload.runtime.runner import LOOK_AGAIN_S
-from offload.runtime.torch_internals import no_trap
+from offload.runtime.torch_internals import no_trap, version
 
 REST = 10
 """Without `commit_every`, where states live in memory, the next commit begins when so many times
@@ -69,17 +75,31 @@ class Commits:
         refuse_extra_state(model)
         self._every = every
         plan = self._engine.plan
+        there, units = durable_values(plan), [unit.name for unit in plan.profile.units]
         self._values = [
             (kind, index)
             for kind in ("weight", "state")
-            for index, unit in enumerate(plan.profile.units)
-            if (kind, unit.name) in durable_values(plan) and (plan.home(kind, index).tier != "nvme")
+            for index, name in enumerate(units)
+            if (kind, name) in there and plan.home(kind, index).tier != "nvme"
         ]
         """Those that no update writes."""
         self._streams = all(kind == "weight" for kind, _ in self._values)
-        self._changed = set(self._values)
+        self._changed, self._edited = set(self._values), False
         self._closed = self._engine.steps
-        """The step that was closed last."""
+        """The step that was closed last; -1 where it is not that any more."""
+        self._asked = self._closed
+        """The step at whose first forward it was asked whether it is to be committed."""
+        self._versions = self._seen()
+        """Those of residents' weights that were written last."""
+        self._alone = True
+        """Whether a thread may write what the user may edit."""
+        self._handles = [
+            module.register_forward_pre_hook(self._called)
+            for unit in sorted(plan.residents)
+            for ref in self._engine.units[unit].modules
+            if (module := ref()) is not None
+        ]
+        """Of modules that no hook of the engine announces."""
         self._thread: threading.Thread | None = None
         self._ended, self._seconds = time.monotonic(), 0.0
         self._restored: Mapping[str, Any] | None = None
@@ -105,7 +125,8 @@ class Commits:
             with engine.lock, engine.runner.once():
                 states = run["optimizer"]["states"]
                 fill(engine, self._model, optimizer, states, True, reader.read)
-                engine.steps = self._closed = run["step"]
+                engine.steps = self._closed = self._asked = run["step"]
+                self._versions = self._seen()
         finally:
             reader.close()
         optimizer.take_options(options_of(run))
@@ -156,23 +177,29 @@ class Commits:
                         "attach, which starts anew; build it before attach, or set these"
                     )
         step = self._engine.steps
-        if step != self._closed and self._due(step):
-            self.close_step()
+        if step != self._asked:  # Once: later forwards belong to the next step.
+            self._asked = step
+            if self._due(step):
+                self.close_step()
+
+    def _called(self, *_: Any) -> None:
+        if torch.is_grad_enabled() and not in_backward():
+            self.forward_begins()
 
     def _due(self, step: int) -> bool:
         if self._every is not None:
-            return step % self._every == 0
+            return step // self._every != self._closed // self._every
         if self._thread is not None and self._thread.is_alive():
             return self._streams
         return self._streams or time.monotonic() - self._ended > REST * self._seconds
 
     def close_step(self) -> None:
-        """Begin the commit of the last step, unless that was done."""
-        engine = self._engine
-        if engine.steps == self._closed:
-            return
+        """Begin the commit of the last step."""
+        engine, user = self._engine, None
         self.wait()
-        user = None if engine.user_state is None else engine.user_state()
+        if engine.user_state is not None:
+            with interruptible():
+                user = engine.user_state()
         run = {
             "step": engine.steps,
             "user": encoded(user, "engine.user_state()"),
@@ -180,10 +207,16 @@ class Commits:
             "random": random_state(engine.runner.device.torch_device),
         }
         buffers = {name: value.detach().cpu().clone() for name, value in buffers_of(self._model)}
-        changed, self._changed, self._closed = self._changed, set(), engine.steps
+        versions = self._seen()
+        edited = {("weight", u) for u, seen in versions.items() if seen != self._versions[u]}
+        changed, self._changed, self._closed = self._changed | edited, set(), engine.steps
+        self._versions, self._edited = versions, False
         args = run, buffers, [key for key in self._values if key in changed]
-        if not engine.runner.lasting:  # The reference works on the thread that waits.
+        # The reference works on the thread that waits.
+        if not engine.runner.lasting or not self._alone:
+            self._alone = True
             self._commit(*args)
+            engine.runner.check()
             return
         self._thread = threading.Thread(target=self._commit, args=args, name="offload-commit")
         self._thread.start()
@@ -196,7 +229,7 @@ class Commits:
         """
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
-            with self._engine.runner.waited(Lane.DISK):
+            with self._engine.runner.waited(Lane.DISK), interruptible():
                 while thread.is_alive():
                     thread.join(LOOK_AGAIN_S)
             self._thread = None
@@ -207,11 +240,38 @@ class Commits:
         self.wait()
         self._changed.update((kind, unit) for unit in units for kind in ("weight", "state"))
 
-    def before_write(self, value: Value) -> None:
+    def before_write(self, kind: Kind, unit: int) -> None:
         """The user's thread writes a weight or state home."""
-        if value.kind != "gradient":
+        if kind != "gradient":
             self.wait()
-            self._changed.add((value.kind, value.unit))
+            self._changed.add((kind, unit))
+            self._edited = True
+
+    def edited(self) -> bool:
+        """Whether anything has changed since the last step was closed."""
+        new = self._engine.steps != self._closed
+        return new or self._edited or self._versions != self._seen()
+
+    def loaded(self) -> None:
+        """All values are those of another step, and so are the random numbers."""
+        self._changed, self._closed, self._restored = set(self._values), -1, None
+        self._asked = -1
+
+    def _seen(self) -> dict[int, list[tuple[int, int]]]:
+        """By resident unit, where its weights are and how often they were changed."""
+        units = self._engine.units
+        with no_trap():
+            return {
+                unit: [(one.data_ptr(), version(one)) for one in units[unit].parameters]
+                for unit in self._engine.plan.residents
+            }
+
+    def close(self) -> None:
+        """Wait for the thread, whatever it has met, and leave the model."""
+        if self._thread is not None:
+            self._thread.join()
+        for handle in self._handles:
+            handle.remove()
 
     # -- the thread --------------------------------------------------------------------------------
 
@@ -229,8 +289,13 @@ class Commits:
                 if unit in tasks and not runner.over(tasks[unit]):
                     return
                 self._write(kind, unit, run["step"])
-            if all(map(runner.over, tasks.values())):
+            if not all(map(runner.over, tasks.values())):
+                return
+            if self._versions == self._seen():
                 self._directory.write(run, buffers, store)
+            else:
+                self._changed.update(changed)
+                self._closed, self._alone = -1, False
         except BaseException as error:
             runner.fail(error)
         self._ended = time.monotonic()
@@ -240,22 +305,19 @@ class Commits:
         """Write a value whose home is in memory, chunk by chunk."""
         engine, store = self._engine, self._store
         assert store is not None
-        memory, spec = engine.runner.memory, engine.plan.profile.units[unit]
-        whole = None
-        if kind == "weight" and unit in engine.residents:
-            whole = host_tensor(engine.plan.bytes_of(kind, unit))
-            with no_trap():  # Its update is over, and who waits for that is not told yet.
-                mine = engine.units[unit]
-                for view, one in zip(mine.views_of(whole).views, mine.parameters):
-                    view.copy_(one)
-        for chunk in range(len(engine.plan.sizes.chunks[kind][unit])):
-            value = Value(kind, unit, chunk)
-            start, size = memory.extent(value)
-            if whole is not None:
-                content = whole[start : start + size]
+        runner, spec = engine.runner, engine.plan.profile.units[unit]
+        pieces = engine.plan.profile.by_chunk(unit)
+        for chunk, size in enumerate(engine.plan.sizes.chunks[kind][unit]):
+            if kind == "weight" and unit in engine.residents:
+                content = host_tensor(size)
+                with no_trap():  # Its update is over, and who waits for that is not told yet.
+                    for piece in pieces[chunk]:
+                        own = engine.units[unit].parameters[piece.parameter].view(-1)
+                        there = content.view(own.dtype)[piece.chunk_start :][: piece.elements]
+                        there.copy_(own[piece.parameter_start : piece.parameter_stop])
             else:
-                content = engine.runner.read_home(value)
-            if engine.runner.device.holds(content) or content.data_ptr() % 4096:
-                away, content = content, host_tensor(size)
-                content.copy_(away)
+                content = runner.read_home(Value(kind, unit, chunk))
+                if runner.device.holds(content) or content.data_ptr() % 4096:
+                    away, content = content, host_tensor(size)
+                    content.copy_(away)
             store.write(kind, spec.name, content, step, chunk)

@@ -163,6 +163,8 @@ def load(
 
         with engine.runner.once():
             fill(engine, model, optimizer, states, frozen, read)
+            if engine.commits is not None:
+                engine.commits.loaded()
             if optimizer is not None:
                 engine.steps = run["step"]
                 optimizer.take_options(options_of(run))

@@ -192,9 +192,13 @@ class Engine:
 
     def _open(self, verb: Verb) -> None:
         self._owner = threading.get_ident()
-        if self.commits is not None and verb is Verb.FORWARD and torch.is_grad_enabled():
-            self.commits.forward_begins()
+        if verb is Verb.FORWARD:
+            self._forward_begins()
         self.passes.open(verb)
+
+    def _forward_begins(self) -> None:
+        if self.commits is not None and torch.is_grad_enabled():
+            self.commits.forward_begins()
 
     def enter_backward(self) -> int:
         """Open the backward pass at its first sign, and be called when it ends; its graph task."""
@@ -223,8 +227,6 @@ class Engine:
             self.end_pass(finished=True)
             for unit in self.early.final:
                 self.snapshots.boundary(unit)  # Snapshots that the backward itself has made.
-            if self.commits is not None and self.plan.residents:
-                self.commits.wait()  # From here on the user may edit their weights.
             self._begin_final()
             self.early.backward_ended(finished=True)
 
@@ -247,6 +249,8 @@ class Engine:
 
     def _begin_final(self) -> None:
         """Begin the updates of FINAL units that are at rest, see [Note: Early updates]."""
+        if self.commits is not None and self.early.final:
+            self.commits.wait()
         for index in sorted(self.early.final):
             if self.plan.clips:
                 self.gradients.send(index)
@@ -306,8 +310,10 @@ class Engine:
             task = self.enter_backward()  # A recompute may be the first that is seen of it.
             self.active.release_held(task, but=unit)  # Their backward is over.
             self.early.require_open(unit.index, "a recompute")
-        elif self.active.units:
-            unit.around.update(one.index for one in self.active.units if one.depth)
+        else:
+            self._forward_begins()  # The pass may have begun without gradients.
+            if self.active.units:
+                unit.around.update(one.index for one in self.active.units if one.depth)
         self._use(unit)
         unit.depth += 1
 
@@ -394,6 +400,8 @@ class Engine:
 
     def step(self, step: Step) -> None:
         """Take one optimizer step over the parameters in `step`; returns before it is done."""
+        if self.commits is not None:
+            self.commits.wait()  # Ctrl-C here leaves the step to be taken.
         self.end_pass(finished=False)
         self.residents.check(step)
         self.snapshots.boundary()
@@ -462,15 +470,22 @@ class Engine:
         with self.lock:
             self._require_step()
             self.boundary()
-            self.commits.close_step()
             self.commits.wait()
+            if self.commits.edited():
+                self.commits.close_step()
+                self.commits.wait()
 
     def close(self) -> None:
         """Stop the lanes and free memory and files, after a commit of the last step where the
         engine is durable. The model keeps no values: see `detach`."""
-        if self.commits is not None and self._usable():
-            self.commit()
-        self._close()
+        commits = None if os.getpid() != self._pid else self.commits
+        try:
+            if commits is not None and self._usable():
+                self.commit()
+        finally:
+            if commits is not None:
+                commits.close()
+            self._close()
         if os.getpid() == self._pid:  # Else a child has nothing of it.
             self.gradients.forget_places()
             for unit in self.units:

@@ -62,8 +62,8 @@ class Updates:
     def begun(self) -> dict[int, Task]:
         """The updates of the last step that lanes do, by unit and in their order; those that are
         the device's were waited for."""
-        if self._queued is not None:
-            self._queued.synchronize()
+        if (queued := self._queued) is not None:  # The user's thread forgets it.
+            queued.synchronize()
         return dict(self._pending)
 
     def grad_norm(self) -> float | None:

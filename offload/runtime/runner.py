@@ -86,7 +86,7 @@ class Runner:
         self.notice: str | None = None
         """What the user should know about the lanes."""
         self.closed = False
-        self.before_write: Callable[[Value], None] = lambda value: None
+        self.before_write: Callable[[Kind, int], None] = lambda kind, unit: None
         """Called before the user's thread writes the home of a value."""
         self._failure: BaseException | None = None
         self.owner = trace and trace.key
@@ -316,6 +316,8 @@ class Runner:
 
     def quiesce(self, kind: Kind, unit: int, *, to_write: bool = True) -> None:
         """Block until no task writes the home of a value (nor reads it, with `to_write`)."""
+        if to_write:
+            self.before_write(kind, unit)
         use = Use(self.plan.home(kind, unit), Value(kind, unit))
         touched = tuple(cells([use]))
         reads, writes = ((), touched) if to_write else (touched, ())
@@ -343,7 +345,7 @@ class Runner:
 
     def write_home(self, value: Value, content: torch.Tensor) -> None:
         """Put the bytes of a value or chunk home."""
-        self.before_write(value)
+        self.before_write(value.kind, value.unit)
         home = self.plan.home(value.kind, value.unit)
         if home.tier != "nvme":
             here = self.memory.at(Use(home, value))
