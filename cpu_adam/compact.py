@@ -261,21 +261,31 @@ def encode(
     slots[code.scale].copy_(scale)
 
 
-def restore(moments: Mapping[str, Tensor], slots: Mapping[str, Tensor]) -> None:
+ULPS = (0, 1, -1, 2, -2)
+
+
+def restore(
+    moments: Mapping[str, Tensor],
+    slots: Mapping[str, Tensor],
+    scales: Mapping[str, Tensor] | None = None,
+) -> None:
     """Write the slots of a span's record from float32 moments that come from elsewhere.
 
     Rounds to the nearest code. What `decode` gave is decoded to the same bits again, for scales of
     v from 2**-95 on (below, its smallest levels are subnormal): the largest of a group is a level
-    of its scale, so the scale is looked for among those that it may be a level of. Where none fits,
-    the moments come from elsewhere, and the scale is a power of two.
+    of its scale, so the scale is looked for among those that it may be a level of. Of a group with
+    few numbers several may fit; `scales`, those of the record, say which it was, so that the record
+    is the same. Where none fits, the moments come from elsewhere, and the scale is a power of two.
     """
     for code in (MOMENTUM, VARIANCE):
         x = _of_groups(moments[code.name])
         largest = x.abs().amax(1)
         binade = (largest.view(torch.int32) & 0xFF << 23).view(torch.float32)
-        codes, scales = _nearest(code, x, binade.masked_fill(largest < TINY, 1.0))
-        left = scales > 0  # groups whose scale is still looked for
-        for ulps, step in product((0, 1, -1, 2, -2), range(STEPS)):
+        codes, found_scales = _nearest(code, x, binade.masked_fill(largest < TINY, 1.0))
+        left = found_scales > 0  # groups whose scale is still looked for
+        known = (scales or {}).get(code.scale)
+        tries = product((True, False) if known is not None else (False,), ULPS, range(STEPS))
+        for exact, ulps, step in tries:
             scale = largest / (1 + step / STEPS)
             scale = (scale.view(torch.int32) + ulps).view(torch.float32)
             some = (x[:, :8] / scale[:, None]).view(torch.int32)
@@ -286,10 +296,12 @@ def restore(moments: Mapping[str, Tensor], slots: Mapping[str, Tensor]) -> None:
             found, scale = _nearest(code, x[rows], scale[rows])
             decoded = code.levels(found) * scale[:, None]
             fits = ((decoded == x[rows]) | (x[rows] == 0.0)).all(1)  # 0 behind the last element
+            if exact and known is not None:
+                fits &= scale == known[rows]
             rows = rows[fits]
-            codes[rows], scales[rows], left[rows] = found[fits], scale[fits], False
+            codes[rows], found_scales[rows], left[rows] = found[fits], scale[fits], False
         slots[code.name].copy_(codes.view(-1)[: slots[code.name].numel()])
-        slots[code.scale].copy_(scales)
+        slots[code.scale].copy_(found_scales)
 
 
 def _nearest(code: Code, x: Tensor, unit: Tensor) -> tuple[Tensor, Tensor]:

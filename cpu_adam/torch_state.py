@@ -36,6 +36,12 @@ def to_plain(record_views: Mapping[str, Tensor], format: StateFormat) -> dict[st
     return {name: decoded.get(name, record_views[name]) for name in plain_dtypes(format)}
 
 
+def scales(record_views: Mapping[str, Tensor], format: StateFormat) -> dict[str, Tensor]:
+    """What a coded record has by group of 128 elements. With it `from_plain` writes the very record
+    that `to_plain` has read; without it one that decodes to the same moments."""
+    return {s.name: record_views[s.name] for s in format.slots if s.elements_per_item > 1}
+
+
 @torch.no_grad()
 def from_plain(
     state: Mapping[str, Tensor], record_views: Mapping[str, Tensor], format: StateFormat
@@ -60,7 +66,7 @@ def from_plain(
         whole = {name: torch.zeros_like(record_views[name], dtype=dtypes[name]) for name in coded}
         for name in given.keys() & whole.keys():
             whole[name].copy_(given[name])
-        compact.restore(whole, record_views)
+        compact.restore(whole, record_views, state)
     for name in dtypes.keys() - set(coded):
         if name in given:
             record_views[name].copy_(given[name])

@@ -79,8 +79,9 @@ def test_a_run_goes_on_from_what_was_committed(
         shutil.copytree(tmp_path / "a", tmp_path / "b")
         steps(run, 3)
         expected = result_of(run)
-    shutil.rmtree(tmp_path / "a")
-    (tmp_path / "b").rename(tmp_path / "a")
+    for path in [*(tmp_path / "a").glob("*/*")]:
+        path.unlink()
+    shutil.copytree(tmp_path / "b", tmp_path / "a", dirs_exist_ok=True)
     torch.manual_seed(7)
     if before != after:
         monkeypatch.setattr(planner, "CHUNK_ELEMENTS", 2048)
@@ -410,4 +411,36 @@ def test_a_momentum_encoder_is_committed(tmp_path: Path) -> None:
         killed_now(run)
     with durable(RESIDENT, tmp_path, build=frozen) as run:
         run.losses[:] = expected.losses
+        assert_same(result_of(run), expected)
+
+
+def few(run: Run, number: int) -> None:
+    """Groups of moments of which few are not zero have several codes for the same numbers."""
+    run.model(torch.ones(1, 16, dtype=torch.bfloat16)).square().mean().backward()
+    run.step()
+
+
+@pytest.mark.parametrize("durably", [True, False])
+@pytest.mark.parametrize("after", [CPU, ("nvme", "cpu", "nvme")])
+def test_compact_states_are_the_very_records(durably: bool, after: Any, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"build": lambda: torch.nn.Linear(16, 2), "states": "compact"}
+    kept = tmp_path / "kept"
+    with durable(CPU, tmp_path, **options) as run:
+        for number in range(3):
+            few(run, number)
+        run.engine.commit()
+        offload.save(run.model, run.optimizer, tmp_path / "save")
+        shutil.copytree(tmp_path / "run", kept)
+        for number in range(60):
+            few(run, number)
+        expected = result_of(run)
+        killed_now(run)
+    shutil.copytree(kept, tmp_path / "run", dirs_exist_ok=True)
+    with durable(after, tmp_path, **options) as run:
+        if not durably:
+            few(run, 3)
+            offload.load(run.model, run.optimizer, tmp_path / "save")
+        assert run.engine.steps == 3
+        for number in range(60):
+            few(run, number)
         assert_same(result_of(run), expected)

@@ -21,8 +21,9 @@ import aio
 from cpu_adam import crc32c
 from cpu_adam.formats import format_for
 from cpu_adam.reference import cut, views
-from cpu_adam.torch_state import to_plain
+from cpu_adam.torch_state import scales, to_plain
 from offload.checkpoint.directory import check_fields, read_checked
+from offload.checkpoint.saving import items
 from offload.checkpoint.schema import Each, accepted, check, count, flag, shown, text
 from offload.planning.profile import ITEM_BYTES
 from offload.runtime.memory import host_tensor
@@ -149,7 +150,7 @@ class CommitReader:
             raise OSError(error.errno, told, error.filename) from error
 
     def read(self, prefix: str, name: str, start: int, count: int) -> torch.Tensor:
-        """So many elements of a parameter from one on, 1-D: of its weight, where `prefix` is
+        """So many numbers of a parameter from one on, 1-D: of its weight, where `prefix` is
         `model`, or of that slot of its state.
 
         Raises:
@@ -159,10 +160,10 @@ class CommitReader:
             return buffer.reshape(-1)[start : start + count]
         parts = []
         for place in self._places[name]:
-            first, last = max(start, place.start), min(start + count, place.stop)
+            begin, end = start - items(prefix, place.start), items(prefix, place.stop - place.start)
+            first, last = max(begin, 0), min(begin + count, end)
             if first < last:
-                part = self._part(prefix, name, place)
-                parts.append(part[first - place.start : last - place.start])
+                parts.append(self._part(prefix, name, place)[first:last])
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _part(self, prefix: str, name: str, place: _Place) -> torch.Tensor:
@@ -178,7 +179,8 @@ class CommitReader:
         fmt = format_for(layout["parameters"][name][0], layout["states"], layout["rule"])
         elements = layout["chunks"][place.chunk]["elements"]
         slots = views(self._bytes("state", place.chunk), fmt, elements)
-        return to_plain(cut(slots, fmt, place.chunk_start, place.stop - place.start), fmt)
+        part = cut(slots, fmt, place.chunk_start, place.stop - place.start)
+        return to_plain(part, fmt) | scales(part, fmt)
 
     def _read_bytes(self, kind: str, chunk: int) -> torch.Tensor:
         number, offset, size = self._layout["chunks"][chunk][kind]
@@ -246,6 +248,11 @@ def _name(value: Any) -> bool:
     )
 
 
+def _inode(value: Any) -> bool:
+    """the number of a directory"""
+    return type(value) is int and 0 <= value < 1 << 64
+
+
 def _records(value: Any) -> bool:
     """the name of record files"""
     return text(value) and re.fullmatch("offload-[0-9a-f]{8}", value) is not None
@@ -289,6 +296,7 @@ _LAYOUT = {
     "second": count,
     "folders": [text],
     "stripes": _row(count, [count]),
+    "inode": _inode,
     "name": _records,
 }
 _COMMIT = {
@@ -296,5 +304,6 @@ _COMMIT = {
     "layout": _name,
     "homes": [_row(count, count, count)],
     "buffers": _buffers,
+    "forward": flag,
     "run": Each(text, lambda value: True),
 }

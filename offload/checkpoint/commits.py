@@ -16,8 +16,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import glob
 import os
+import re
 import secrets
 import socket
 import stat
@@ -39,12 +39,19 @@ from offload.checkpoint.commit_reader import (
     read_layout,
     record_files,
 )
-from offload.checkpoint.directory import RUN, flush, write_checked
+from offload.checkpoint.directory import flush, write_checked
 from offload.planning.layout import FileLayout, Plan
 from offload.planning.machine import measured_speeds, shares_of
 from offload.runtime.store import Kept, Store
 
 LOCK = "lock"
+
+_BUFFERS = re.compile(r"buffers-[0-9]+\.safetensors")
+_LAYOUT_FILE = re.compile(r"layout-[0-9]+\.json")
+_OURS = re.compile(
+    rf"{LOCK}|{COMMIT}\.new|offload-[0-9a-f]{{8}}\.[0-9]+|{_BUFFERS.pattern}|{_LAYOUT_FILE.pattern}"
+)
+"""Files that a run without a commit may have left."""
 
 ORPHANS_S = 15.0
 """So long workers of a killed process, which loaded data for it, may hold its lock."""
@@ -80,11 +87,19 @@ class RunDirectory:
                         f"{self.commit['run']['step']}; give another name",
                         self.path,
                     )
-            elif others := sorted({PREVIOUS, RUN} & set(os.listdir(self.path))):
+                if any(self.committed["folders"]) and self.committed["inode"] != _inode(self.path):
+                    raise FileExistsError(
+                        errno.EEXIST,
+                        "asked to go on from it; found the copy of a run whose records lie in "
+                        f"{', '.join(self.committed['folders'])}, and are those of the original; "
+                        "go on there, or offload.save from it",
+                        self.path,
+                    )
+            elif others := [one for one in os.listdir(self.path) if not _OURS.fullmatch(one)]:
                 raise FileExistsError(
                     errno.EEXIST,
-                    f"asked for durable; found {others[0]} and no {COMMIT}: likely a save, or a "
-                    "run of which a file was deleted; try a new name",
+                    f"asked for durable; found {min(others)} and no {COMMIT}: likely another's "
+                    "directory, or a run of which a file was deleted; try a new name",
                     self.path,
                 )
         except BaseException:
@@ -107,6 +122,7 @@ class RunDirectory:
         speeds, layout = measured_speeds(folders), layout_of(plan)
         bytes = layout["second"] + sum(map(sum, durable_values(plan).values()))
         used, stripes = aio.place_volume(folders, bytes, weights=shares_of(speeds) or None)
+        layout["inode"] = _inode(self.path)
         layout["folders"] = ["" if folders[one] == self.path else folders[one] for one in used]
         layout["stripes"] = [stripes.unit_bytes, [*stripes.pattern]]
         homes, name = None, str(self.committed.get("name"))
@@ -115,21 +131,24 @@ class RunDirectory:
         else:
             layout["name"] = name = f"offload-{secrets.token_hex(4)}"
             self._layout_name = f"layout-{1 + _number(self._layout_name)}.json"
-        kept = Kept(durable_values(plan), name, homes, self.close)
-        store = Store(folders, plan.file, speeds=speeds, kept=kept)
         if homes is None:
             write_checked(self._at(self._layout_name), layout)
-            for folder in {self.path, *folders}:
-                flush(folder)
+        kept = Kept(durable_values(plan), name, homes, self.close)
+        store = Store(folders, plan.file, speeds=speeds, kept=kept)
+        for folder in {self.path, *folders} if homes is None else ():
+            flush(folder)
         return store
 
-    def write(self, run: Mapping[str, Any], buffers: Mapping[str, Any], store: Store) -> None:
+    def write(
+        self, run: Mapping[str, Any], buffers: Mapping[str, Any], store: Store, *, forward: bool
+    ) -> None:
         """Commit what was last written of every value.
 
         Args:
             run: what a run goes on from besides tensors.
             buffers: of the model, by name, in CPU memory.
             store: with the values. Until this returns nothing of them is written.
+            forward: its random numbers are those with which a forward begins.
 
         Raises:
             OSError: something could not be written; the commit before is as it was.
@@ -139,7 +158,7 @@ class RunDirectory:
         store.volume.flush()
         homes = store.chunks.homes()
         commit = {"format": FORMAT, "layout": self._layout_name, "homes": homes.tolist()}
-        commit |= {"buffers": None, "run": run}
+        commit |= {"buffers": None, "forward": forward, "run": run}
         if buffers:
             name, content = f"buffers-{step}.safetensors", safetensors.torch.save(dict(buffers))
             commit["buffers"] = [name, crc32c(np.frombuffer(content, np.uint8), 0)]
@@ -164,16 +183,17 @@ class RunDirectory:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._at(PREVIOUS))
             self._forget_others()
-        for path in glob.glob(os.path.join(glob.escape(self.path), "buffers-*.safetensors")):
-            if os.path.basename(path) not in [one[0] for one in stays if one]:
-                os.unlink(path)
+        for name in os.listdir(self.path):
+            if _BUFFERS.fullmatch(name) and name not in [one[0] for one in stays if one]:
+                os.unlink(self._at(name))
 
     def _forget_others(self) -> None:
         """Delete the record files of every layout but that of the commit: of runs that ended before
         their first one."""
         committed = None if self.commit is None else self.commit["layout"]
-        for path in glob.glob(os.path.join(glob.escape(self.path), "layout-*.json")):
-            if os.path.basename(path) == committed:
+        for name in os.listdir(self.path):
+            path = self._at(name)
+            if not _LAYOUT_FILE.fullmatch(name) or name == committed:
                 continue
             with contextlib.suppress(OSError, ValueError):
                 for file in record_files(self.path, read_layout(path)):
@@ -246,6 +266,10 @@ def _replace(path: str, content: bytes) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _inode(path: str) -> int:
+    return os.stat(path).st_ino
 
 
 def _number(path: str) -> int:

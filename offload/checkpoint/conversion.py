@@ -17,6 +17,7 @@ import torch
 
 import aio
 from cpu_adam.reference import join, split
+from offload.checkpoint.commit_reader import COMMIT
 from offload.checkpoint.deepspeed_shards import (
     PART_ELEMENTS,
     WEIGHTS,
@@ -32,6 +33,7 @@ from offload.checkpoint.directory import (
     whole_directory,
     write_run,
 )
+from offload.checkpoint.saving import SCALE
 from offload.checkpoint.shards import SHARD_BYTES, SetReader, SetWriter
 
 RESIDUE = "residue"
@@ -83,6 +85,11 @@ def _open(where: str, backend: aio.Backend, opened: ExitStack) -> Source:
         return _open_sets(where, RUN in names, backend, opened)
     if is_deepspeed(where):
         return open_deepspeed(where)
+    if COMMIT in names:
+        raise ValueError(
+            f"{where}: asked to convert it; found a durable run; try attach(..., "
+            "Config(durable=...)), which goes on from it, and offload.save"
+        )
     raise ValueError(
         f"{where}: asked to convert it; found no {RUN}, no model.safetensors and no "
         "mp_rank_00_model_states.pt: likely another directory, or weights pickled in a .bin file"
@@ -138,7 +145,9 @@ def _cast(found: Source, dtype: str | None, alone: bool) -> Source:
                 f"asked to keep the state of {name}; found that {name} is {of}; likely it was "
                 "trained in another dtype than is offered; try --dtype bfloat16, or float32"
             )
-        slots = dict.fromkeys((slot for slot in state["slots"] if slot != RESIDUE), "float32")
+        slots = dict.fromkeys(
+            (s for s in state["slots"] if s != RESIDUE and not s.endswith(SCALE)), "float32"
+        )
         slots |= {RESIDUE: "int16"} if of == "bfloat16" else {}
         told[name] = {"steps": state["steps"], "slots": slots}
     for name, one in made.sets[WEIGHTS].items() if told else ():

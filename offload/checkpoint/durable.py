@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -68,7 +69,7 @@ class Commits:
             directory: whose values the engine's store has.
             every: so many steps; None as often as the drive can without being waited for.
         """
-        self._model, self._optimizer, self._directory = model, optimizer, directory
+        self._model, self._optimizer, self._directory = weakref.ref(model), optimizer, directory
         self._engine: Engine = optimizer.engine
         self._store = self._engine.runner.store
         optimizer.states.refuse_idle()
@@ -102,8 +103,14 @@ class Commits:
         """Of modules that no hook of the engine announces."""
         self._thread: threading.Thread | None = None
         self._ended, self._seconds = time.monotonic(), 0.0
-        self._restored: Mapping[str, Any] | None = None
-        """What of a run is put back once more when the first forward begins."""
+        self._restored: tuple[Mapping[str, Any], bool] | None = None
+        """The run that goes on, until its first forward, and whether it was closed by one: its
+        random numbers are put back there once more."""
+
+    def _root(self) -> nn.Module:
+        model = self._model()
+        assert model is not None, "its engine goes with it"
+        return model
 
     # -- going on ----------------------------------------------------------------------------------
 
@@ -124,14 +131,14 @@ class Commits:
             self._check_buffers(reader)
             with engine.lock, engine.runner.once():
                 states = run["optimizer"]["states"]
-                fill(engine, self._model, optimizer, states, True, reader.read)
+                fill(engine, self._root(), optimizer, states, True, reader.read)
                 engine.steps = self._closed = self._asked = run["step"]
                 self._versions = self._seen()
         finally:
             reader.close()
         optimizer.take_options(options_of(run))
         set_random_state(run["random"], engine.runner.device.torch_device)
-        self._restored = run
+        self._restored = run, commit["forward"]
         engine.resumed = run["step"], decoded(run["user"])
 
     def _check(self, run: Mapping[str, Any], layout: Mapping[str, Any]) -> None:
@@ -151,7 +158,7 @@ class Commits:
         check_run(run, self._optimizer, None)
 
     def _check_buffers(self, reader: CommitReader) -> None:
-        mine = {name: (x.dtype, x.shape) for name, x in buffers_of(self._model)}
+        mine = {name: (x.dtype, x.shape) for name, x in buffers_of(self._root())}
         theirs = {name: (x.dtype, x.shape) for name, x in reader.buffers.items()}
         if mine != theirs:
             other = sorted(n for n in {*mine, *theirs} if mine.get(n) != theirs.get(n))
@@ -164,9 +171,10 @@ class Commits:
 
     def forward_begins(self) -> None:
         """A training forward begins: the step before it is closed."""
-        if (run := self._restored) is not None:
-            self._restored = None
-            set_random_state(run["random"], self._engine.runner.device.torch_device)
+        if self._restored is not None:
+            (run, in_forward), self._restored = self._restored, None
+            if in_forward:
+                set_random_state(run["random"], self._engine.runner.device.torch_device)
             for number, (group, options) in enumerate(
                 zip(self._optimizer.param_groups, options_of(run))
             ):
@@ -180,7 +188,7 @@ class Commits:
         if step != self._asked:  # Once: later forwards belong to the next step.
             self._asked = step
             if self._due(step):
-                self.close_step()
+                self.close_step(forward=True)
 
     def _called(self, *_: Any) -> None:
         if torch.is_grad_enabled() and not in_backward():
@@ -193,8 +201,8 @@ class Commits:
             return self._streams
         return self._streams or time.monotonic() - self._ended > REST * self._seconds
 
-    def close_step(self) -> None:
-        """Begin the commit of the last step."""
+    def close_step(self, *, forward: bool = False) -> None:
+        """Begin the commit of the last step; `forward` says that the next one begins."""
         engine, user = self._engine, None
         self.wait()
         if engine.user_state is not None:
@@ -206,12 +214,15 @@ class Commits:
             "optimizer": optimizer_of(engine, self._optimizer),
             "random": random_state(engine.runner.device.torch_device),
         }
-        buffers = {name: value.detach().cpu().clone() for name, value in buffers_of(self._model)}
+        buffers = {
+            name: value.detach().cpu().clone(memory_format=torch.contiguous_format)
+            for name, value in buffers_of(self._root())
+        }
         versions = self._seen()
         edited = {("weight", u) for u, seen in versions.items() if seen != self._versions[u]}
         changed, self._changed, self._closed = self._changed | edited, set(), engine.steps
         self._versions, self._edited = versions, False
-        args = run, buffers, [key for key in self._values if key in changed]
+        args = run, buffers, forward, [key for key in self._values if key in changed]
         # The reference works on the thread that waits.
         if not engine.runner.lasting or not self._alone:
             self._alone = True
@@ -277,7 +288,11 @@ class Commits:
 
     @torch.no_grad()
     def _commit(
-        self, run: Mapping[str, Any], buffers: Mapping[str, torch.Tensor], changed: list[Any]
+        self,
+        run: Mapping[str, Any],
+        buffers: Mapping[str, torch.Tensor],
+        forward: bool,
+        changed: list[Any],
     ) -> None:
         engine, store, since = self._engine, self._store, time.monotonic()
         runner = engine.runner
@@ -292,7 +307,7 @@ class Commits:
             if not all(map(runner.over, tasks.values())):
                 return
             if self._versions == self._seen():
-                self._directory.write(run, buffers, store)
+                self._directory.write(run, buffers, store, forward=forward)
             else:
                 self._changed.update(changed)
                 self._closed, self._alone = -1, False

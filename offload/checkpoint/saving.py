@@ -23,6 +23,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TimeElapsedColumn
 from torch import nn
 
 import aio
+from cpu_adam.formats import GROUP_ELEMENTS
 from cpu_adam.torch_state import plain_dtypes
 from offload.checkpoint.directory import (
     FORMAT,
@@ -46,7 +47,9 @@ from offload.runtime.entry import entry, interruptible
 from offload.runtime.memory import host_tensor
 from offload.runtime.store import AHEAD, ahead
 
-WEIGHTS = "model"
+WEIGHTS, SCALE = "model", "_scale"
+"""The set of weights; the end of the names of those with a number for each group of elements."""
+
 Sets = dict[str, dict[str, Tensor]]
 """By prefix of its files, the tensors of each set in their order, by name."""
 
@@ -245,7 +248,8 @@ def sets_of(engine: Engine, model: nn.Module, states: States, frozen: bool = Tru
     for _, one in _parameters(engine, frozen):
         slots = states[one.name]["slots"] if one.name in states else {}
         for prefix, dtype in {WEIGHTS: one.dtype, **slots}.items():
-            found.setdefault(prefix, {})[one.name] = Tensor(one.name, dtype, one.shape)
+            shape = (items(prefix, one.elements),) if prefix.endswith(SCALE) else one.shape
+            found.setdefault(prefix, {})[one.name] = Tensor(one.name, dtype, shape)
     refuse_extra_state(model)
     for name, buffer in buffers_of(model):
         found[WEIGHTS][name] = Tensor(name, _name_of(buffer.dtype), tuple(buffer.shape))
@@ -280,10 +284,18 @@ def optimizer_of(engine: Engine, optimizer: Optimizer) -> dict[str, Any]:
     return {"rule": optimizer.rule, "states": states, "groups": _groups(optimizer)}
 
 
+def items(slot: str, elements: int) -> int:
+    """How many numbers a set has for so many elements that begin a group."""
+    return -(-elements // GROUP_ELEMENTS) if slot.endswith(SCALE) else elements
+
+
 def _slots_of(optimizer: Optimizer, owner: tuple[int, int]) -> dict[str, str]:
     """The dtypes of a parameter's slots as a save has them."""
-    plain = plain_dtypes(optimizer.states.format(*owner))
-    return {name: _name_of(dtype) for name, dtype in plain.items()}
+    fmt = optimizer.states.format(*owner)
+    one = optimizer.engine.plan.profile.units[owner[0]].parameters[owner[1]]
+    grouped = {slot.name: slot.dtype for slot in fmt.slots if slot.elements_per_item > 1}
+    plain = {name: _name_of(dtype) for name, dtype in plain_dtypes(fmt).items()}
+    return plain | (grouped if one.trainable else {})
 
 
 def _groups(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -349,7 +361,7 @@ def parts_of(
                 content = weights.view(getattr(torch, one.dtype))
                 yield WEIGHTS, one.name, content[piece.chunk_start :][: piece.elements]
             if optimizer is not None and one.name in states:
-                slots = optimizer.states.part(piece, record)
+                slots = optimizer.states.part(piece, record, scaled=True)
                 for slot in states[one.name]["slots"]:
                     yield slot, one.name, slots[slot]
     for name, buffer in buffers_of(model):
@@ -382,15 +394,18 @@ def fill(
             weights = next(buffers)[: runner.memory.extent(chunk.weight)[1]].zero_()
         for piece in chunk.pieces:
             one = profile.units[piece.unit].parameters[piece.parameter]
-            span = piece.parameter_start, piece.elements
-            part = read(WEIGHTS, one.name, *span)
+            first, count = piece.parameter_start, piece.elements
+            part = read(WEIGHTS, one.name, first, count)
             if weights is None:
                 there = slice(piece.parameter_start, piece.parameter_stop)
                 engine.units[piece.unit].parameters[piece.parameter].view(-1)[there].copy_(part)
             else:
                 weights.view(part.dtype)[piece.chunk_start :][: piece.elements].copy_(part)
             slots = states[one.name]["slots"] if one.name in states else {}
-            parts.append((piece, {slot: read(slot, one.name, *span) for slot in slots}))
+            given = {
+                slot: read(slot, one.name, items(slot, first), items(slot, count)) for slot in slots
+            }
+            parts.append((piece, given))
 
         def put() -> None:
             if chunk.weight is not None and weights is not None:
@@ -491,8 +506,13 @@ def check_run(run: Mapping[str, Any], optimizer: Optimizer, scheduler: Any) -> N
             "attached; attach with it trained, load, detach, freeze it, and attach again"
         )
     for owner, one in _parameters(optimizer.engine):
-        there = saved["states"].get(one.name, {"slots": {}})["slots"]
-        slots = _slots_of(optimizer, owner) if there else {}
+        there, slots = (
+            {name: dtype for name, dtype in of.items() if not name.endswith(SCALE)}
+            for of in (
+                saved["states"].get(one.name, {"slots": {}})["slots"],
+                _slots_of(optimizer, owner) if one.name in saved["states"] else {},
+            )
+        )
         if slots.keys() - there.keys() - {"momentum_buffer"} or there.items() - slots.items():
             raise ValueError(
                 f"{asked}; found a state of {one.name} with {shown(there)}, here it has {slots}: "

@@ -12,7 +12,7 @@ from cpu_adam.formats import StateFormat, format_for
 from cpu_adam.hyper import Hyper, SGDHyper
 from cpu_adam.parameter_state import OPTIONAL, check_rule
 from cpu_adam.reference import cut, views
-from cpu_adam.torch_state import from_plain, plain_dtypes, to_plain
+from cpu_adam.torch_state import from_plain, plain_dtypes, scales, to_plain
 from offload.planning.profile import Piece
 from offload.program.ops import Value
 from offload.runtime.device import CPU
@@ -96,9 +96,11 @@ class States:
                 "record has a place; clear the optimizer's state of them, or unfreeze them"
             )
 
-    def part(self, piece: Piece, record: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    def part(
+        self, piece: Piece, record: torch.Tensor | None, *, scaled: bool = False
+    ) -> dict[str, torch.Tensor]:
         """A piece of a parameter's state as torch has it, 1-D: where it lies, or decoded from the
-        record of its chunk."""
+        record of its chunk, `scaled` with the scales of its groups."""
         if (idle := self._idle.get((piece.unit, piece.parameter))) is not None:
             there = slice(piece.parameter_start, piece.parameter_stop)
             return {name: value.reshape(-1)[there] for name, value in idle.items()}
@@ -106,7 +108,7 @@ class States:
         fmt = self.format(piece.unit, piece.parameter)
         assert record is not None
         slots = cut(views(record, fmt, chunk.elements), fmt, piece.chunk_start, piece.elements)
-        return to_plain(slots, fmt)
+        return to_plain(slots, fmt) | (scales(slots, fmt) if scaled else {})
 
     def write(self, given: Sequence[Given]) -> None:
         """Replace states that `check_state` let pass; what is lacking in one becomes zero. Each
