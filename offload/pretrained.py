@@ -21,8 +21,8 @@ from torch import nn
 
 import aio
 from offload.attachment import attach, exchange
-from offload.checkpoint.saving import WEIGHTS, bytes_of
-from offload.checkpoint.shards import SetReader, read_json
+from offload.checkpoint.saving import bytes_of
+from offload.checkpoint.shards import WEIGHTS, SetReader, read_json
 from offload.config import Config, warn_user
 from offload.planning.tiers import format_bytes
 from offload.runtime.shared_budget import SharedBudget
@@ -96,6 +96,11 @@ def from_pretrained(
         paths = {module: path for path, module in model.named_modules()}
         for module, at, key in sites:
             source.keys[f"{paths.get(module)}.{at}".lstrip(".")] = key
+        if isinstance(optimizer, type):
+            raise TypeError(
+                f"asked for optimizer={optimizer.__name__}; found the class; give a function: "
+                f"lambda model: {optimizer.__name__}(model.parameters())"
+            )
         made = None if optimizer is None else optimizer(model)
         model.train(made is not None)
         return attach(model, made, config, read=source, budget=budget)

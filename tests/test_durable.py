@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import os
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -140,6 +142,8 @@ def killed(command: list[str], draw: random.Random, stood: int) -> tuple[int, li
         assert child.stdout is not None
         stop, told = stood + draw.randrange(-1, 5), dict[str, str]()
         for line in child.stdout:
+            if not line.endswith("\n"):
+                break  # It was killed in the middle of it.
             what, found = line.split()
             told[what] = found
             assert what != "at" or int(found) >= stood - 1, "more than the last step was lost"
@@ -445,3 +449,34 @@ def test_compact_states_are_the_very_records(durably: bool, after: Any, tmp_path
         for number in range(3, 63):
             few(run, number)
         assert_same(result_of(run), expected)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_program_that_comes_to_its_end_commits_its_last_step(fails: bool, tmp_path: Path) -> None:
+    program = f"""
+import torch
+from pathlib import Path
+from tests.test_durable import CPU, durable, plain
+opened = durable(CPU, Path({str(tmp_path)!r}), commit_every=100)
+run = opened.__enter__()
+for number in range(3):
+    plain(run, number)
+assert not {fails}
+"""
+    done = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True)
+    assert done.returncode == fails, done.stderr
+    with durable(CPU, tmp_path) as run:
+        assert run.engine.resumed == (None if fails else (3, None))
+        assert fails == (not any("user_state" in one for one in run.engine.notices))
+
+
+def test_a_model_that_is_dropped_lets_its_run_go(tmp_path: Path) -> None:
+    with durable(CPU, tmp_path) as run:
+        plain(run, 0)
+        run.engine.commit()
+        model = weakref.ref(run.model)
+        del run
+    gc.collect()
+    with durable(CPU, tmp_path) as run:
+        assert run.engine.resumed[0] == 1
+    assert model() is None

@@ -23,8 +23,8 @@ from cpu_adam.formats import format_for
 from cpu_adam.reference import cut, views
 from cpu_adam.torch_state import scales, to_plain
 from offload.checkpoint.directory import check_fields, read_checked
-from offload.checkpoint.saving import items
 from offload.checkpoint.schema import Each, accepted, check, count, flag, shown, text
+from offload.checkpoint.shards import WEIGHTS, items
 from offload.planning.profile import ITEM_BYTES
 from offload.runtime.memory import host_tensor
 
@@ -167,7 +167,7 @@ class CommitReader:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _part(self, prefix: str, name: str, place: _Place) -> torch.Tensor:
-        if prefix != "model":
+        if prefix != WEIGHTS:
             return self._plain(name, place)[prefix]
         content = self._bytes("weight", place.chunk)
         weights = content.view(getattr(torch, self._layout["parameters"][name][0]))

@@ -20,7 +20,6 @@ from cpu_adam.reference import join, split
 from offload.checkpoint.commit_reader import COMMIT
 from offload.checkpoint.deepspeed_shards import (
     PART_ELEMENTS,
-    WEIGHTS,
     Source,
     is_deepspeed,
     open_deepspeed,
@@ -33,8 +32,7 @@ from offload.checkpoint.directory import (
     whole_directory,
     write_run,
 )
-from offload.checkpoint.saving import SCALE
-from offload.checkpoint.shards import SHARD_BYTES, SetReader, SetWriter
+from offload.checkpoint.shards import SCALE, SHARD_BYTES, WEIGHTS, SetReader, SetWriter
 
 RESIDUE = "residue"
 

@@ -23,9 +23,9 @@ import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from offload.checkpoint.directory import FORMAT, encoded
-from offload.checkpoint.shards import Tensor
+from offload.checkpoint.shards import WEIGHTS, Tensor
 
-WEIGHTS, PART_ELEMENTS = "model", 4 << 20
+PART_ELEMENTS = 4 << 20
 RULES = {("exp_avg",): "lion", ("exp_avg", "exp_avg_sq"): "adam", ("momentum_buffer",): "sgd"}
 """The update's rule by the slots of its states, but for the residue."""
 

@@ -110,6 +110,10 @@ def read_run(directory: str) -> dict[str, Any]:
         run = read_checked(path)
     except FileNotFoundError as error:
         told = "asked to load a save; found none: likely another directory, or one never finished"
+        if os.path.exists(os.path.join(directory, "commit.json")):
+            told = "asked to load a save; found a durable run; try attach with Config(durable=...)"
+        elif os.path.exists(os.path.join(directory, "config.json")):
+            told = "asked to load a save; found a folder of Hugging Face; try from_pretrained"
         raise FileNotFoundError(errno.ENOENT, told, path) from error
     if run.get("format") != FORMAT:
         raise ValueError(f"{path} is of format {shown(run.get('format'))}, not {FORMAT}")

@@ -15,10 +15,13 @@ What lives on nvme is written by its update, to the home that the last commit do
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import sys
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -101,11 +104,23 @@ class Commits:
             if (module := ref()) is not None
         ]
         """Of modules that no hook of the engine announces."""
+        atexit.register(_call, weakref.WeakMethod(self._at_exit))
         self._thread: threading.Thread | None = None
         self._ended, self._seconds = time.monotonic(), 0.0
         self._restored: tuple[Mapping[str, Any], bool] | None = None
         """The run that goes on, until its first forward, and whether it was closed by one: its
         random numbers are put back there once more."""
+
+    def _at_exit(self) -> None:
+        """Commit the last step, where the program has come to its end and nobody closed the engine.
+
+        After an exception nothing is: it may have come in the middle of what belongs to the step.
+        """
+        ended = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+        if ended is None and self._engine.commits is self:
+            self._alone = False  # No thread can be started now.
+            with contextlib.suppress(RuntimeError):  # Asleep, closed, or in the middle of a step.
+                self._engine.commit()
 
     def _root(self) -> nn.Module:
         model = self._model()
@@ -140,6 +155,11 @@ class Commits:
         set_random_state(run["random"], engine.runner.device.torch_device)
         self._restored = run, commit["forward"]
         engine.resumed = run["step"], decoded(run["user"])
+        if run["user"] is None:
+            engine.tell(
+                f"this run goes on from step {run['step']}; where in its data the program is, and "
+                "its scheduler, were not kept: set engine.user_state (docs/quickstart.md)"
+            )
 
     def _check(self, run: Mapping[str, Any], layout: Mapping[str, Any]) -> None:
         mine = {
@@ -206,6 +226,11 @@ class Commits:
         engine, user = self._engine, None
         self.wait()
         if engine.user_state is not None:
+            if not callable(engine.user_state):
+                raise TypeError(
+                    f"asked for engine.user_state; found a {type(engine.user_state).__name__}; "
+                    "give a function that returns it: engine.user_state = lambda: {...}"
+                )
             with interruptible():
                 user = engine.user_state()
         run = {
@@ -336,3 +361,8 @@ class Commits:
                     away, content = content, host_tensor(size)
                     content.copy_(away)
             store.write(kind, spec.name, content, step, chunk)
+
+
+def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    if (found := method()) is not None:
+        found()

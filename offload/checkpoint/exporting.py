@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from offload.checkpoint.directory import whole_directory
-from offload.checkpoint.saving import WEIGHTS, buffers_of, parts_of, sets_of, settle, write_sets
-from offload.checkpoint.shards import SHARD_BYTES, Tensor
+from offload.checkpoint.saving import buffers_of, parts_of, sets_of, settle, write_sets
+from offload.checkpoint.shards import SHARD_BYTES, WEIGHTS, Tensor
 from offload.model.engine import Engine, engine_of
 from offload.model.passes import refuse_inside
 from offload.planning.tiers import parse_bytes

@@ -25,10 +25,9 @@ from offload.checkpoint.commit_reader import (
 )
 from offload.checkpoint.directory import RUN, decoded, read_run
 from offload.checkpoint.schema import shown
-from offload.checkpoint.shards import SetReader
+from offload.checkpoint.shards import WEIGHTS, SetReader
 from offload.planning.tiers import format_bytes
 
-WEIGHTS = "model"
 INDEX = ".safetensors.index.json"
 PART_BYTES = 16 << 20
 
@@ -153,5 +152,6 @@ KINDS: dict[str, Callable[[str], Inspection]] = {
     PREVIOUS: _inspect_run,
     RUN: _inspect_save,
     INDEX: _inspect_save,
+    "model.safetensors": _inspect_save,
 }
 """By the file that a directory of a kind has, or the end of its name."""

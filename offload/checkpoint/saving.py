@@ -23,7 +23,6 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TimeElapsedColumn
 from torch import nn
 
 import aio
-from cpu_adam.formats import GROUP_ELEMENTS
 from cpu_adam.torch_state import plain_dtypes
 from offload.checkpoint.directory import (
     FORMAT,
@@ -36,7 +35,16 @@ from offload.checkpoint.directory import (
     write_run,
 )
 from offload.checkpoint.schema import shown
-from offload.checkpoint.shards import SHARD_BYTES, Bytes, SetReader, SetWriter, Tensor
+from offload.checkpoint.shards import (
+    SCALE,
+    SHARD_BYTES,
+    WEIGHTS,
+    Bytes,
+    SetReader,
+    SetWriter,
+    Tensor,
+    items,
+)
 from offload.model.engine import Engine, engine_of
 from offload.model.passes import refuse_inside
 from offload.model.units import count_change
@@ -46,9 +54,6 @@ from offload.program.ops import Value
 from offload.runtime.entry import entry, interruptible
 from offload.runtime.memory import host_tensor
 from offload.runtime.store import AHEAD, ahead
-
-WEIGHTS, SCALE = "model", "_scale"
-"""The set of weights; the end of the names of those with a number for each group of elements."""
 
 Sets = dict[str, dict[str, Tensor]]
 """By prefix of its files, the tensors of each set in their order, by name."""
@@ -282,11 +287,6 @@ def optimizer_of(engine: Engine, optimizer: Optimizer) -> dict[str, Any]:
     and the groups."""
     states = _states_of(engine, optimizer)
     return {"rule": optimizer.rule, "states": states, "groups": _groups(optimizer)}
-
-
-def items(slot: str, elements: int) -> int:
-    """How many numbers a set has for so many elements that begin a group."""
-    return -(-elements // GROUP_ELEMENTS) if slot.endswith(SCALE) else elements
 
 
 def _slots_of(optimizer: Optimizer, owner: tuple[int, int]) -> dict[str, str]:

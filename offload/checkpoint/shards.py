@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 
 import aio
 from cpu_adam import crc32c
+from cpu_adam.formats import GROUP_ELEMENTS
 from offload.checkpoint.schema import Each, check, shown, text
 
 SHARD_BYTES = 5 << 30
@@ -53,6 +54,9 @@ ITEM_BYTES = {
     one: int(re.findall(r"\d+", one)[0]) // 8 if one != "BOOL" else 1 for one in NAMES.values()
 }
 
+WEIGHTS, SCALE = "model", "_scale"
+"""The set of weights; the end of the names of those with a number for each group of elements."""
+
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -68,6 +72,11 @@ class Tensor(NamedTuple):
     def bytes(self) -> int:
         """Of all its values."""
         return prod(self.shape) * ITEM_BYTES[NAMES[self.dtype]]
+
+
+def items(prefix: str, elements: int) -> int:
+    """How many numbers a set has for so many elements that begin a group."""
+    return -(-elements // GROUP_ELEMENTS) if prefix.endswith(SCALE) else elements
 
 
 class SetWriter:

@@ -40,7 +40,8 @@ class Convert:
 
 
 _NEXT = {
-    "save": "after attach, offload.load(model, optimizer, DIR) takes it over",
+    "save": "after attach, offload.load(model, optimizer, DIR) takes it over; of weights alone "
+    "offload.load(model, None, DIR)",
     "huggingface": "weights; its config.json is the model's, to be put beside them",
 }
 """What is to be done with what was written."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from offload.checkpoint.inspection import Inspection
 
 _Directory = tyro.conf.arg(
-    metavar="DIR", help_behavior_hint="", help="What offload.save or offload convert has written."
+    metavar="DIR", help_behavior_hint="", help="A save, a durable run, or a folder of safetensors."
 )
 
 

@@ -200,6 +200,8 @@ def _introduce(
     console.sentence(_heading(settings, model, corpus))
     if engine.resumed is not None:
         console.sentence(f"going on from step {engine.resumed[0]} in {settings.placing.durable}")
+        if engine.resumed[0] >= settings.steps:
+            console.sentence("all steps are trained: more with --steps")
     device_is_cpu, rows = compute_device().is_host, list(engine.plan.rows())
     console.print(display.homes(rows, engine.plan.tiers(), device_is_cpu=device_is_cpu))
     if all(row.tier == "device" for row in rows):
@@ -276,6 +278,7 @@ def steps(
         Stopped: between two steps, when the record of the one before has been dealt with.
     """
     done, _ = optimizer.engine.resumed or (0, None)
+    optimizer.engine.user_state = lambda: {}  # All of it follows from the number of the step.
     scheduler = LambdaLR(optimizer, lambda step: rate(settings, step), last_epoch=done - 1)
     tokens = _tokens(settings)
     started = time.perf_counter()

@@ -129,6 +129,10 @@ class Engine:
         told = self.plan.told_idle(self.runner.device.idle_bytes())
         return (*self._notices, *filter(None, (told,)))
 
+    def tell(self, notice: str) -> None:
+        """One more of `notices`."""
+        self._notices += (notice,)
+
     # -- whether it can be used --------------------------------------------------------------------
 
     def check(self) -> None:

@@ -163,7 +163,7 @@ def remarks(found: Plan, config: Config, machine: Machine) -> Iterator[str]:
         if slower and min(budget, free) - taken >= max(budget // 2, IDLE_BYTES_TOLD):
             yield (
                 f"the plan takes {format_bytes(taken)} of the {format_bytes(budget)} that "
-                f"Config.{field} gives, as {', '.join(slower)} live in a slower tier by name: "
+                f"Config.{field} gives, as {', '.join(slower)} are in a slower tier by name: "
                 "'auto' would use the rest, and steps would be faster"
             )
 
