@@ -78,20 +78,17 @@ def test_every_loop_has_the_bits_of_the_streamed_one(
     assert_same(train(placement, drive, feature, **options), reference(name, drive))
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [(RESIDENT, CPU_TIER), (CPU_TIER, RESIDENT), (("device", "cpu", "cpu"), ("nvme",) * 3)],
-)
+GOING_ON = [(RESIDENT, CPU_TIER), (CPU_TIER, RESIDENT), (("device", "cpu", "cpu"), ("nvme",) * 3)]
+
+
+@pytest.mark.parametrize(("before", "after"), GOING_ON)
 def test_a_saved_run_goes_on_elsewhere(
     before: Any, after: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     test_saving.test_a_run_goes_on_with_the_same_bits(before, after, tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [(RESIDENT, CPU_TIER), (CPU_TIER, RESIDENT), (("device", "cpu", "cpu"), ("nvme",) * 3)],
-)
+@pytest.mark.parametrize(("before", "after"), GOING_ON)
 def test_a_durable_run_goes_on_elsewhere(
     before: Any, after: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

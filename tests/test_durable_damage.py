@@ -322,3 +322,24 @@ def test_inspect_tells_what_a_run_has_and_what_is_broken(
     (directory / "previous.json").replace(directory / "commit.json")
     with durable(CPU, committed, build=buffered) as run:
         assert run.engine.resumed[0] == 1
+
+
+def test_an_error_in_the_middle_of_a_commit_deletes_nothing(
+    committed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new commit has its name already, and its layout is another one."""
+
+    def broken(_: str) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), "there")
+
+    drive = committed / "drive"
+    drive.mkdir()
+    with durable(NVME, committed, build=buffered) as run:
+        go_on(run)
+        steps(run, 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(commits, "flush", broken)
+            with pytest.raises(EngineError, match="Input/output error"):
+                run.engine.commit()
+    with durable(NVME, committed, build=buffered) as run:
+        assert run.engine.resumed[0] == 3

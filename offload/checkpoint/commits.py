@@ -76,6 +76,8 @@ class RunDirectory:
         self.committed: dict[str, Any] = {}
         """The layout of the commit."""
         self._layout_name = ""
+        self._sure = True
+        """Whether `commit` is the one on the drive."""
         try:
             if os.path.exists(self._at(COMMIT)):
                 self.commit, self.committed = read_commit(self.path)
@@ -87,7 +89,8 @@ class RunDirectory:
                         f"{self.commit['run']['step']}; give another name",
                         self.path,
                     )
-                if any(self.committed["folders"]) and self.committed["inode"] != _inode(self.path):
+                moved = self.committed["inode"] != os.stat(self.path).st_ino
+                if moved and any(self.committed["folders"]):
                     raise FileExistsError(
                         errno.EEXIST,
                         "asked to go on from it; found the copy of a run whose records lie in "
@@ -122,7 +125,7 @@ class RunDirectory:
         speeds, layout = measured_speeds(folders), layout_of(plan)
         bytes = layout["second"] + sum(map(sum, durable_values(plan).values()))
         used, stripes = aio.place_volume(folders, bytes, weights=shares_of(speeds) or None)
-        layout["inode"] = _inode(self.path)
+        layout["inode"] = os.stat(self.path).st_ino
         layout["folders"] = ["" if folders[one] == self.path else folders[one] for one in used]
         layout["stripes"] = [stripes.unit_bytes, [*stripes.pattern]]
         homes, name = None, str(self.committed.get("name"))
@@ -131,7 +134,6 @@ class RunDirectory:
         else:
             layout["name"] = name = f"offload-{secrets.token_hex(4)}"
             self._layout_name = f"layout-{1 + _number(self._layout_name)}.json"
-        if homes is None:
             write_checked(self._at(self._layout_name), layout)
         kept = Kept(durable_values(plan), name, homes, self.close)
         store = Store(folders, plan.file, speeds=speeds, kept=kept)
@@ -173,11 +175,12 @@ class RunDirectory:
                 os.unlink(self._at(PREVIOUS))
             with contextlib.suppress(OSError):  # A file system without links does without it.
                 os.link(self._at(COMMIT), self._at(PREVIOUS))
+        stays = [commit["buffers"], self.commit and self.commit["buffers"]]
+        self._sure = False
         os.replace(new, self._at(COMMIT))
         flush(self.path)
+        self.commit, self._sure = commit, True
         store.chunks.own(homes[:, 0])
-        stays = [commit["buffers"], self.commit and self.commit["buffers"]]
-        self.commit = commit
         if before != self._layout_name:
             stays = stays[:1]
             with contextlib.suppress(FileNotFoundError):
@@ -188,8 +191,9 @@ class RunDirectory:
                 os.unlink(self._at(name))
 
     def _forget_others(self) -> None:
-        """Delete the record files of every layout but that of the commit: of runs that ended before
-        their first one."""
+        """Delete the record files of every layout but the commit's, unless that is uncertain."""
+        if not self._sure:
+            return
         committed = None if self.commit is None else self.commit["layout"]
         for name in os.listdir(self.path):
             path = self._at(name)
@@ -268,14 +272,9 @@ def _replace(path: str, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _inode(path: str) -> int:
-    return os.stat(path).st_ino
-
-
-def _number(path: str) -> int:
+def _number(name: str) -> int:
     """The number of a layout's file; 0 of another's."""
-    middle = os.path.basename(path).removeprefix("layout-").removesuffix(".json")
-    return int(middle) if middle.isdigit() and len(middle) < 10 else 0
+    return int(name[7:-5]) if re.fullmatch(r"layout-[0-9]{1,9}\.json", name) else 0
 
 
 def _refuse_unsafe(path: str) -> None:
