@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import math
 import os
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +21,8 @@ from aio.system import is_memory
 from offload.checkpoint.commits import RunDirectory
 from offload.checkpoint.durable import Commits
 from offload.checkpoint.exporting import SavePretrained
+from offload.checkpoint.saving import chunks_of, fill
+from offload.checkpoint.shards import Values
 from offload.config import Config, warn_user
 from offload.model.access import ParameterAccess
 from offload.model.checks import check_arguments, check_model
@@ -49,11 +50,11 @@ from offload.program.ops import Value
 from offload.runtime import entry as entries
 from offload.runtime.device import CPU, Device, compute_device
 from offload.runtime.entry import entry
-from offload.runtime.memory import Memory, host_tensor, zeros_on
+from offload.runtime.memory import Memory, zeros_on
 from offload.runtime.runner import Pace, Runner
 from offload.runtime.shared_budget import SharedBudget
 from offload.runtime.stats import Trace
-from offload.runtime.store import AHEAD, Store, ahead
+from offload.runtime.store import Store
 from offload.runtime.torch_internals import no_trap
 
 EXPOSED_BYTES_LEAST = 256 << 20
@@ -74,7 +75,7 @@ def attach(
     config: Config | None = None,
     *,
     initialize: Callable[[nn.Module], object] | None = None,
-    read: Callable[[str, int, torch.Tensor], object] | None = None,
+    read: Values | None = None,
     budget: SharedBudget | None = None,
     machine: Machine | None = None,
     pace: Pace | None = None,
@@ -91,8 +92,8 @@ def attach(
         config: where things live and how much may be taken; the default finds out.
         initialize: called with each module that owns parameters on the meta device, once these
             have memory; default: the module's own `reset_parameters()`.
-        read: in its place, at any size of a unit: fills a 1-D tensor in CPU memory with values of
-            a parameter, by its name, from an element on; those of one are asked for in order.
+        read: in its place, at any size of a unit: `read("model", name, start, count)` gives so many
+            values of a parameter, 1-D in CPU memory; those of one are asked for in order.
         budget: shared with other models; what is left of it limits what `config` asks.
         machine: what there is, in place of what this host has.
         pace: when an op may end, for tests that imitate slower hardware.
@@ -305,7 +306,7 @@ class _Attaching:
     device: Device
     budget: SharedBudget | None
     initialize: Callable[[nn.Module], object]
-    read: Callable[[str, int, torch.Tensor], object] | None
+    read: Values | None
     directory: RunDirectory | None
     """Of a durable run."""
 
@@ -439,49 +440,31 @@ class _Attaching:
 
     def _stream(self, runner: Runner) -> None:
         """Move all weights chunk by chunk; those that have no values yet are read."""
-        sizes = [size for unit in self._units for _, size in unit.spec.weight_chunks]
-        buffers = itertools.cycle([host_tensor(max(sizes)) for _ in range(AHEAD + 2)])
+        there = {
+            spec.name: parameter
+            for unit in self._units
+            for spec, parameter in zip(unit.spec.parameters, unit.parameters)
+            if parameter not in self._replaced
+        }
 
-        def chunks() -> Iterator[tuple[Value, torch.Tensor]]:
-            """Those that go to nvme; the others are moved here."""
-            for unit in self._units:
-                resident = unit.index in self.plan.residents
-                for value, content in self._contents(unit, buffers, resident=resident):
-                    if self.plan.home("weight", unit.index).tier == "nvme":
-                        yield value, content
-                    elif not resident:
-                        runner.write_home(value, content)
+        def values(prefix: str, name: str, start: int, count: int) -> torch.Tensor:
+            if name in there:
+                return there[name].data.reshape(-1)[start : start + count]
+            assert self.read is not None
+            return self.read(prefix, name, start, count)
 
-        for _ in ahead(lambda one: runner.write_home(*one), chunks()):
-            pass
+        made: list[Sequence[torch.Tensor]] = [unit.parameters for unit in self._units]
+        for index in self.plan.residents:
+            made[index] = [self.device.empty(p.shape, p.dtype).zero_() for p in made[index]]
+        fill(runner, (one._replace(state=None) for one in chunks_of(self.plan)), made, values)
         self.device.drain()
-        for unit in self._units:
-            for parameter in unit.parameters:
+        for unit in self._units:  # Last: what fails loses no value.
+            for parameter, value in zip(unit.parameters, made[unit.index]):
                 parameter.grad = None
+                if unit.index in self.plan.residents:
+                    parameter.data = value
             if unit.index not in self.plan.residents:
                 unit.unbind()
-
-    def _contents(
-        self, unit: FlatUnit, buffers: Iterator[torch.Tensor], *, resident: bool
-    ) -> Iterator[tuple[Value, torch.Tensor]]:
-        """The weights of each chunk of a unit; a resident one has them then, as torch has it."""
-        values = [parameter.data for parameter in unit.parameters]
-        views = [self.device.empty(v.shape, v.dtype).zero_() for v in values if resident]
-        for chunk, pieces in sorted(self.plan.profile.by_chunk(unit.index).items()):
-            content = next(buffers)[: unit.spec.weight_chunks[chunk][1]].zero_()
-            for piece in pieces:
-                at, part = piece.parameter, slice(piece.parameter_start, piece.parameter_stop)
-                there = content.view(values[at].dtype)[piece.chunk_start :][: piece.elements]
-                if unit.parameters[at] in self._replaced:
-                    assert self.read is not None
-                    self.read(unit.spec.parameters[at].name, piece.parameter_start, there)
-                else:
-                    there.copy_(values[at].reshape(-1)[part])
-                if resident:
-                    views[at].view(-1)[part].copy_(there)
-            yield Value("weight", unit.index, chunk), content
-        for parameter, view in zip(unit.parameters, views):
-            parameter.data = view  # Last: what fails loses no value.
 
     # -- hooking the model -------------------------------------------------------------------------
 

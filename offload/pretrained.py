@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +22,7 @@ from torch import nn
 
 import aio
 from offload.attachment import attach, exchange
-from offload.checkpoint.saving import bytes_of
-from offload.checkpoint.shards import WEIGHTS, SetReader, read_json
+from offload.checkpoint.shards import WEIGHTS, SetsReader, joined, read_json
 from offload.config import Config, warn_user
 from offload.planning.tiers import format_bytes
 from offload.runtime.shared_budget import SharedBudget
@@ -84,7 +84,7 @@ def from_pretrained(
     _check_folder(where, options)
     with ExitStack() as opened:
         backend = opened.enter_context(closing(aio.open_backend()))
-        reader = opened.enter_context(closing(SetReader(where, WEIGHTS, backend, links=True)))
+        reader = opened.enter_context(closing(SetsReader(where, [WEIGHTS], backend, links=True)))
         options |= {"device_map": "meta", "output_loading_info": True}
         model, report = kind.from_pretrained(where, **options)
         new = {key for key, *_ in report["mismatched_keys"]}
@@ -103,7 +103,7 @@ def from_pretrained(
             )
         made = None if optimizer is None else optimizer(model)
         model.train(made is not None)
-        return attach(model, made, config, read=source, budget=budget)
+        return attach(model, made, config, read=source.values, budget=budget)
 
 
 def _check_folder(where: str, options: Mapping[str, Any]) -> None:
@@ -144,12 +144,12 @@ class _Recipe:
 class _Source:
     """Reads parameters of a model from files, as `attach` asks for them."""
 
-    def __init__(self, reader: SetReader, model: Any, mismatched: set[str], renamed: Any):
+    def __init__(self, reader: SetsReader, model: Any, mismatched: set[str], renamed: Any):
         """Find the recipe of all that the model and the files have, as transformers maps them."""
         from transformers import core_model_loading as core
         from transformers.conversion_mapping import get_model_conversion_mapping
 
-        self._reader, self._model = reader, model
+        self._read, self._tensors, self._model = reader.values, reader.tensors[WEIGHTS], model
         state = model.state_dict()
         self.shapes = {key: (one.shape, one.dtype) for key, one in state.items()}
         mapping = get_model_conversion_mapping(model, renamed)
@@ -158,7 +158,7 @@ class _Source:
         by_pattern = {part: one for one in converters for part in one.source_patterns}
         prefix = model.base_model_prefix
         groups: dict[str, _Recipe] = {}
-        for name in sorted(reader.places, key=core.dot_natural_key):
+        for name in sorted(self._tensors, key=core.dot_natural_key):
             key, pattern = core.rename_source_key(name, renamings, converters, prefix, state)
             if key not in state and name in state:
                 key, pattern = core.rename_source_key(name, [], [], prefix, state)
@@ -174,26 +174,21 @@ class _Source:
         self._made: tuple[Any, dict[str, torch.Tensor]] = None, {}
         """What the last converter has made, and of what."""
 
-    def __call__(self, name: str, start: int, into: torch.Tensor) -> None:
-        """Fill `into` with the values of a parameter from an element on."""
+    def values(self, prefix: str, name: str, start: int, count: int) -> torch.Tensor:
+        """See `Values`; in the dtype of the files."""
         one = self.recipes[key := self.keys.get(name, name)]
         if one.converter is None:
-            name = one.operands[0][0]
-            dtype = getattr(torch, self._reader.places[name].tensor.dtype)
-            found = into if dtype == into.dtype else torch.empty(into.shape, dtype=dtype)
-            self._reader.read(name, start * dtype.itemsize, bytes_of(found))
-            if found is not into:
-                into.copy_(found)
-            return
+            return self._read(prefix, one.operands[0][0], start, count)
         size = self.shapes[key][0].numel() // one.parts
-        while into.numel():
-            part, offset = divmod(start, size)
-            if self._made[0] != (one.key, part):
-                self._made = None, {}  # First, so that there is never more than one.
-                self._made = (one.key, part), self._convert(one, "cpu", part)
-            taken = self._made[1][key].reshape(-1)[offset : offset + into.numel()]
-            into[: taken.numel()].copy_(taken)
-            start, into = start + taken.numel(), into[taken.numel() :]
+        parts = ((size, partial(self._part, one, key, number)) for number in range(one.parts))
+        return joined(parts, start, count)
+
+    def _part(self, recipe: _Recipe, key: str, part: int) -> torch.Tensor:
+        """One of the equal parts of what a converter makes."""
+        if self._made[0] != (recipe.key, part):
+            self._made = None, {}  # First, so that there is never more than one.
+            self._made = (recipe.key, part), self._convert(recipe, "cpu", part)
+        return self._made[1][key].reshape(-1)
 
     def _convert(
         self, recipe: _Recipe, device: str = "meta", part: int = 0
@@ -207,10 +202,10 @@ class _Source:
                 for pattern in dict.fromkeys(pattern for _, pattern in operands)
             ]
         for name, pattern in operands:
-            tensor = self._reader.places[name].tensor
-            found = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device=device)
+            tensor = self._tensors[name]
+            found = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device="meta")
             if device != "meta":
-                self._reader.read(name, 0, bytes_of(found.view(-1)))
+                found = self._read(WEIGHTS, name, 0, found.numel()).view(tensor.shape)
             one.add_tensor(recipe.key, name, pattern, found.to(dtype))
         made = one.convert(recipe.key, model=self._model, config=self._model.config)
         return {k: v[0] if isinstance(v, list) else v for k, v in made.items()}
@@ -232,7 +227,7 @@ class _Source:
             and all(patterns.count(one) == count for one in patterns)
         ):
             recipe.parts = count
-        operands = sum(self._reader.places[name].tensor.bytes for name, _ in recipe.operands)
+        operands = sum(self._tensors[name].bytes for name, _ in recipe.operands)
         results = sum(each.nbytes for each in made.values())
         if (taken := (operands + 2 * results) // recipe.parts) > WINDOW_BYTES:
             raise ValueError(
@@ -268,10 +263,9 @@ def _tie(model: Any, source: _Source) -> None:
             continue
         same, total, most = here.shape == there.shape, here.numel(), 4 << 20
         for start in range(0, total, most):  # To the end, for the checksums.
-            parts = torch.empty(2, min(most, total - start), dtype=here.dtype)
-            source(target, start, parts[0])
-            source(origin, start, parts[1])
-            same = same and torch.equal(*parts)
+            count = min(most, total - start)
+            ours, theirs = (source.values(WEIGHTS, one, start, count) for one in (target, origin))
+            same = same and torch.equal(ours.to(here.dtype), theirs.to(here.dtype))
         if same:
             path, _, at = target.rpartition(".")
             setattr(model.get_submodule(path), at, there)
@@ -318,7 +312,7 @@ def _make_the_rest(model: Any, source: _Source, new: set[str]) -> None:
             if isinstance(tensor, nn.Parameter):
                 real = nn.Parameter(real, tensor.requires_grad)
             elif key is not None:
-                source(key, 0, real.view(-1))
+                real.copy_(source.values(WEIGHTS, key, 0, real.numel()).view(real.shape))
                 real._is_hf_initialized = True  # type: ignore[attr-defined]
             made[tensor] = real
         owner[at] = made[tensor]

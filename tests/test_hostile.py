@@ -25,7 +25,7 @@ import offload
 from cpu_adam import crc32c
 from offload.checkpoint.directory import RUN, read_run
 from offload.checkpoint.schema import Each, check, count, text
-from offload.checkpoint.shards import SetReader
+from offload.checkpoint.shards import SetsReader
 from tests.training import Net, Run, attached, plain, result_of
 
 MUTATIONS = int(os.environ.get("OFFLOAD_MUTATIONS", "2000"))
@@ -163,7 +163,7 @@ def test_mutated_files_are_refused_in_a_sentence(run: Run, path: Path) -> None:
                 if file.name == RUN:
                     offload.load(run.model, run.optimizer, path)
                 else:
-                    SetReader(str(path), re.split(r"[-.]", file.name)[0], backend).close()
+                    SetsReader(str(path), re.split(r"[-.]", file.name)[:1], backend).close()
             except BaseException as raised:
                 error = raised
             if error is not None:

@@ -271,12 +271,12 @@ def test_what_only_transformers_has_found_is_refused(
 ) -> None:
     """It would have values of its own, in silence."""
 
-    class Blind(pretrained.SetReader):
+    class Blind(pretrained.SetsReader):
         def __init__(self, *given: Any, **options: Any):
             super().__init__(*given, **options)
-            del self.places["model.norm.weight"]
+            del self.places["model"]["model.norm.weight"]
 
-    monkeypatch.setattr(pretrained, "SetReader", Blind)
+    monkeypatch.setattr(pretrained, "SetsReader", Blind)
     folder = saved(llama(), tmp_path / "model")
     with pytest.raises(ValueError, match=r"transformers has model\.norm\.weight of what is not"):
         loaded(transformers.AutoModelForCausalLM, folder, tmp_path)

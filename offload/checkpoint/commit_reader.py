@@ -6,10 +6,10 @@ See [Note: Commits] of `commits`, which writes it.
 from __future__ import annotations
 
 import errno
-import functools
 import os
 import re
 from collections.abc import Mapping
+from functools import lru_cache, partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from cpu_adam.reference import cut, views
 from cpu_adam.torch_state import scales, to_plain
 from offload.checkpoint.directory import check_fields, read_checked
 from offload.checkpoint.schema import Each, accepted, check, count, flag, shown, text
-from offload.checkpoint.shards import WEIGHTS, items
+from offload.checkpoint.shards import WEIGHTS, Tensor, items, joined, name_of
 from offload.planning.profile import ITEM_BYTES
 from offload.runtime.memory import host_tensor
 
@@ -109,14 +109,12 @@ def _check_places(commit: Mapping[str, Any], layout: Mapping[str, Any]) -> None:
 
 
 class _Place(NamedTuple):
-    """Part of a parameter, and where it lies."""
+    """Where part of a parameter lies."""
 
-    start: int
-    """Its first element in the parameter."""
-    stop: int
     chunk: int
     """Of the layout."""
     chunk_start: int
+    elements: int
 
 
 class CommitReader:
@@ -133,12 +131,11 @@ class CommitReader:
         self._fds, self._paths = list[int](), record_files(directory, layout)
         self._places = dict[str, list[_Place]]()
         for number, chunk in enumerate(layout["chunks"]):
-            for name, start, at, elements in chunk["pieces"]:
-                place = _Place(start, start + elements, number, at)
-                self._places.setdefault(name, []).append(place)
+            for name, _, at, elements in chunk["pieces"]:
+                self._places.setdefault(name, []).append(_Place(number, at, elements))
         self.buffers = _read_buffers(directory, commit)
-        self._bytes = functools.lru_cache(2)(self._read_bytes)
-        self._plain = functools.lru_cache(2)(self._read_plain)
+        self._bytes = lru_cache(2)(self._read_bytes)
+        self._plain = lru_cache(2)(self._read_plain)
         try:
             for path in self._paths:
                 self._fds.append(os.open(path, os.O_RDONLY | os.O_NOFOLLOW))
@@ -149,29 +146,34 @@ class CommitReader:
             told = f"asked for the values of a commit; found {error.strerror}; likely it was moved"
             raise OSError(error.errno, told, error.filename) from error
 
-    def read(self, prefix: str, name: str, start: int, count: int) -> torch.Tensor:
-        """So many numbers of a parameter from one on, 1-D: of its weight, where `prefix` is
-        `model`, or of that slot of its state.
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The parameters and buffers that there are, by name."""
+        parameters = self._layout["parameters"].items()
+        found = {k: Tensor(k, dtype, tuple(shape)) for k, (dtype, shape, _) in parameters}
+        buffers = self.buffers.items()
+        return found | {k: Tensor(k, name_of(v.dtype), tuple(v.shape)) for k, v in buffers}
+
+    def values(self, prefix: str, name: str, start: int, count: int) -> torch.Tensor:
+        """See `Values`; the sets are those of a save.
 
         Raises:
             OSError: they cannot be read; EIO where a checksum is another.
         """
         if (buffer := self.buffers.get(name)) is not None:
             return buffer.reshape(-1)[start : start + count]
-        parts = []
-        for place in self._places[name]:
-            begin, end = start - items(prefix, place.start), items(prefix, place.stop - place.start)
-            first, last = max(begin, 0), min(begin + count, end)
-            if first < last:
-                parts.append(self._part(prefix, name, place)[first:last])
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        parts = (
+            (items(prefix, place.elements), partial(self._part, prefix, name, place))
+            for place in self._places[name]
+        )
+        return joined(parts, start, count)
 
     def _part(self, prefix: str, name: str, place: _Place) -> torch.Tensor:
         if prefix != WEIGHTS:
             return self._plain(name, place)[prefix]
         content = self._bytes("weight", place.chunk)
         weights = content.view(getattr(torch, self._layout["parameters"][name][0]))
-        return weights[place.chunk_start :][: place.stop - place.start]
+        return weights[place.chunk_start :][: place.elements]
 
     def _read_plain(self, name: str, place: _Place) -> dict[str, torch.Tensor]:
         """The slots of part of a state."""
@@ -179,7 +181,7 @@ class CommitReader:
         fmt = format_for(layout["parameters"][name][0], layout["states"], layout["rule"])
         elements = layout["chunks"][place.chunk]["elements"]
         slots = views(self._bytes("state", place.chunk), fmt, elements)
-        part = cut(slots, fmt, place.chunk_start, place.stop - place.start)
+        part = cut(slots, fmt, place.chunk_start, place.elements)
         return to_plain(part, fmt) | scales(part, fmt)
 
     def _read_bytes(self, kind: str, chunk: int) -> torch.Tensor:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
 from contextlib import ExitStack, closing
-from itertools import repeat
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,12 +17,7 @@ import torch
 import aio
 from cpu_adam.reference import join, split
 from offload.checkpoint.commit_reader import COMMIT
-from offload.checkpoint.deepspeed_shards import (
-    PART_ELEMENTS,
-    Source,
-    is_deepspeed,
-    open_deepspeed,
-)
+from offload.checkpoint.deepspeed_shards import Checkpoint, is_deepspeed, open_deepspeed
 from offload.checkpoint.directory import (
     FORMAT,
     RUN,
@@ -32,7 +26,8 @@ from offload.checkpoint.directory import (
     whole_directory,
     write_run,
 )
-from offload.checkpoint.shards import SCALE, SHARD_BYTES, WEIGHTS, SetReader, SetWriter
+from offload.checkpoint.saving import write_sets
+from offload.checkpoint.shards import PART_ELEMENTS, SCALE, SHARD_BYTES, WEIGHTS, SetsReader
 
 RESIDUE = "residue"
 
@@ -64,12 +59,13 @@ def convert(source: str, target: str, kind: str = "save", dtype: str | None = No
         found = _open(source, backend, opened)
         made = _cast(found, dtype or found.dtype, alone)
         new = opened.enter_context(whole_directory(target))
-        for prefix, tensors in made.sets.items():
-            with SetWriter(new, prefix, tensors, backend, SHARD_BYTES) as writer:
-                for name in tensors:
-                    for part in filter(torch.Tensor.numel, made.parts(prefix, name)):
-                        writer.write(name, part.contiguous().view(torch.uint8).numpy())
-                writer.finish()
+        parts = (
+            (prefix, name, made.values(prefix, name, *part))
+            for prefix, tensors in made.sets.items()
+            for name, one in tensors.items()
+            for part in one.parts(PART_ELEMENTS)
+        )
+        write_sets(new, made.sets, parts, f"converting to {target}", SHARD_BYTES)
         if not alone:
             write_run(new, made.run)
     if alone and "optimizer" in found.run:
@@ -77,7 +73,7 @@ def convert(source: str, target: str, kind: str = "save", dtype: str | None = No
     return found.notices
 
 
-def _open(where: str, backend: aio.Backend, opened: ExitStack) -> Source:
+def _open(where: str, backend: aio.Backend, opened: ExitStack) -> Checkpoint:
     names = set(os.listdir(where))
     if names & {RUN, "model.safetensors", "model.safetensors.index.json"}:
         return _open_sets(where, RUN in names, backend, opened)
@@ -94,43 +90,29 @@ def _open(where: str, backend: aio.Backend, opened: ExitStack) -> Source:
     )
 
 
-def _open_sets(where: str, whole: bool, backend: aio.Backend, opened: ExitStack) -> Source:
+def _open_sets(where: str, whole: bool, backend: aio.Backend, opened: ExitStack) -> Checkpoint:
     """A save, or a folder of Hugging Face."""
     run = read_run(where) if whole else {"format": FORMAT, "step": 0, "user": None}
     states = _states(run)
-    readers = {}
-    for prefix in dict.fromkeys([WEIGHTS, *(s for one in states.values() for s in one["slots"])]):
-        readers[prefix] = opened.enter_context(closing(SetReader(where, prefix, backend)))
-
-    def parts(prefix: str, name: str) -> Iterator[torch.Tensor]:
-        one, at = readers[prefix].places[name].tensor, 0
-        while at < one.bytes:
-            dtype = getattr(torch, one.dtype)
-            values = torch.empty(
-                min(PART_ELEMENTS, (one.bytes - at) // dtype.itemsize), dtype=dtype
-            )
-            readers[prefix].read(name, at, values.view(torch.uint8).numpy())
-            at += values.nbytes
-            yield values
-
-    sets = {k: {name: at.tensor for name, at in v.places.items()} for k, v in readers.items()}
-    return Source(sets, parts, run, states or sets[WEIGHTS])
+    prefixes = dict.fromkeys([WEIGHTS, *(s for one in states.values() for s in one["slots"])])
+    reader = opened.enter_context(closing(SetsReader(where, prefixes, backend)))
+    sets = reader.tensors
+    return Checkpoint(sets, reader.values, run, states or sets[WEIGHTS])
 
 
 def _states(run: dict[str, Any]) -> dict[str, Any]:
     return run.get("optimizer", {"states": {}})["states"]  # type: ignore[no-any-return]
 
 
-def _cast(found: Source, dtype: str | None, alone: bool) -> Source:
+def _cast(found: Checkpoint, dtype: str | None, alone: bool) -> Checkpoint:
     """The sets of a save of `found`, with parameters of `dtype` and the residues that this takes.
 
     Raises:
         ValueError: a state is of no parameter, or of one in a dtype that is not trained.
     """
     states = {} if alone else _states(found.run)
-    made = Source(
-        {WEIGHTS: {}}, lambda prefix, name: _parts(found, made, prefix, name), found.run, ()
-    )
+    made = Checkpoint({WEIGHTS: {}}, found.values, found.run, ())
+    made.values = partial(_values, found, made)
     for name, one in found.sets[WEIGHTS].items():
         if dtype and name in found.castable and getattr(torch, one.dtype).is_floating_point:
             one = one._replace(dtype=dtype)
@@ -157,20 +139,25 @@ def _cast(found: Source, dtype: str | None, alone: bool) -> Source:
     return made
 
 
-def _parts(found: Source, made: Source, prefix: str, name: str) -> Iterator[torch.Tensor]:
-    """The values of a set of `made`, part by part."""
+def _values(
+    found: Checkpoint, made: Checkpoint, prefix: str, name: str, start: int, count: int
+) -> torch.Tensor:
+    """The values of a set of `made`, which come of those of `found`."""
     if prefix not in (WEIGHTS, RESIDUE):
-        yield from (part.float() for part in found.parts(prefix, name))
-        return
+        return found.values(prefix, name, start, count).float()
     dtype = getattr(torch, made.sets[WEIGHTS][name].dtype)
     same = found.sets[WEIGHTS][name].dtype == made.sets[WEIGHTS][name].dtype
-    there = name in found.sets.get(RESIDUE, {}) and (prefix == RESIDUE or not same)
-    residues = found.parts(RESIDUE, name) if there else repeat(None)
-    for weight, residue in zip(found.parts(WEIGHTS, name), residues):
-        given = weight, torch.zeros_like(weight, dtype=torch.int16) if residue is None else residue
-        if not same:
-            master = weight.float() if residue is None else join(weight, residue)
-            given = master.to(dtype), given[1]
-            if dtype is torch.bfloat16:
-                split(master, *given)
-        yield given[prefix == RESIDUE]
+    if same and prefix == WEIGHTS:
+        return found.values(WEIGHTS, name, start, count)
+    residue = torch.zeros(count, dtype=torch.int16)
+    there = name in found.sets.get(RESIDUE, {})
+    if there:
+        residue = found.values(RESIDUE, name, start, count)
+    if same:
+        return residue
+    weight = found.values(WEIGHTS, name, start, count)
+    master = join(weight, residue) if there else weight.float()
+    weight = master.to(dtype)
+    if dtype is torch.bfloat16:
+        split(master, weight, residue)
+    return weight if prefix == WEIGHTS else residue

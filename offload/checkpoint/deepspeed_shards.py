@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, field
+from functools import partial
 from pickle import PickleError
 from typing import Any
 
@@ -23,9 +24,8 @@ import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from offload.checkpoint.directory import FORMAT, encoded
-from offload.checkpoint.shards import WEIGHTS, Tensor
+from offload.checkpoint.shards import WEIGHTS, Sets, Tensor, Values, joined
 
-PART_ELEMENTS = 4 << 20
 RULES = {("exp_avg",): "lion", ("exp_avg", "exp_avg_sq"): "adam", ("momentum_buffer",): "sgd"}
 """The update's rule by the slots of its states, but for the residue."""
 
@@ -38,13 +38,12 @@ _THEIRS = re.compile(
 
 
 @dataclass
-class Source:
+class Checkpoint:
     """A checkpoint that can be read part by part."""
 
-    sets: dict[str, dict[str, Tensor]]
-    """The weights, and each slot of the states, by name."""
-    parts: Callable[[str, str], Iterator[torch.Tensor]]
-    """By set and name the values in order, 1-D, cut at the same places in each set."""
+    sets: Sets
+    """The weights, and each slot of the states."""
+    values: Values
     run: dict[str, Any]
     """As `write_run` takes it."""
     castable: Collection[str]
@@ -76,7 +75,7 @@ def _tagged(where: str) -> str:
     return tag if os.path.isdir(tag) else where
 
 
-def open_deepspeed(where: str) -> Source:
+def open_deepspeed(where: str) -> Checkpoint:
     """Map a checkpoint.
 
     Raises:
@@ -85,7 +84,7 @@ def open_deepspeed(where: str) -> Source:
     """
     where = _tagged(where)
     try:
-        return _source(*_load(where))
+        return _checkpoint(*_load(where))
     except (
         ArithmeticError,
         AttributeError,
@@ -125,7 +124,7 @@ def _load(where: str) -> tuple[list[Any], list[Any]]:
     return found["model"], shards
 
 
-def _source(models: list[Any], shards: list[Any]) -> Source:
+def _checkpoint(models: list[Any], shards: list[Any]) -> Checkpoint:
     model, last = models[0], int(shards[0]["zero_stage"]) == 3
     masters = [
         one["fp32_flat_groups" if last else "single_partition_of_fp32_groups"] for one in shards
@@ -136,7 +135,7 @@ def _source(models: list[Any], shards: list[Any]) -> Source:
     flats = {WEIGHTS: masters}
     for slot in slots:
         flats[slot] = [[one["state"][at][slot] for at in range(len(shapes))] for one in bases]
-    sets: dict[str, dict[str, Tensor]] = {prefix: {} for prefix in flats}
+    sets: Sets = {prefix: {} for prefix in flats}
     pieces: dict[str, list[Any]] = {}
     paddings = shards[0].get("param_alignment_paddings") or [[0] * len(one) for one in shapes]
     for group, named in enumerate(shapes):
@@ -155,22 +154,21 @@ def _source(models: list[Any], shards: list[Any]) -> Source:
     others = _not_trained(models, sets[WEIGHTS])
     sets[WEIGHTS] |= {name: one for name, (one, _) in others.items()}
 
-    def parts(prefix: str, name: str) -> Iterator[torch.Tensor]:
+    def values(prefix: str, name: str, start: int, count: int) -> torch.Tensor:
         if name in others:
-            yield from others[name][1].split(PART_ELEMENTS)  # type: ignore[no-untyped-call]
-        for rank, group, there in pieces.get(name, ()):
-            values = flats[prefix][rank][group][there]
-            yield from (part.float() for part in values.split(PART_ELEMENTS))
+            return others[name][1][start : start + count]
+        parts = [flats[prefix][rank][group][there] for rank, group, there in pieces[name]]
+        return joined([(len(one), partial(one.view, -1)) for one in parts], start, count).float()
 
     half = any(
         one.dtype != torch.bfloat16 for name, one in model["module"].items() if name in pieces
     )
     castable = sets[WEIGHTS].keys() - set(model["buffer_names"])
-    source = Source(sets, parts, {}, castable, "float32" if half else "bfloat16")
+    found = Checkpoint(sets, values, {}, castable, "float32" if half else "bfloat16")
     step = model["global_steps"] - model["skipped_steps"]
-    source.run = {"format": FORMAT, "step": step, "user": _of_users(model, source.notices)}
-    source.run["optimizer"] = _optimizer(bases[0], shapes, slots)
-    return source
+    found.run = {"format": FORMAT, "step": step, "user": _of_users(model, found.notices)}
+    found.run["optimizer"] = _optimizer(bases[0], shapes, slots)
+    return found
 
 
 def _in_ranks(at: int, count: int, sizes: list[int], cut: bool) -> list[tuple[int, int, int]]:

@@ -22,6 +22,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -33,11 +34,15 @@ from offload.checkpoint.directory import decoded, encoded, random_state, set_ran
 from offload.checkpoint.saving import (
     buffers_of,
     check_run,
-    fill,
+    check_sets,
     optimizer_of,
     options_of,
+    part_of,
     refuse_extra_state,
+    sets_of,
+    take_over,
 )
+from offload.checkpoint.shards import WEIGHTS
 from offload.config import warn_user
 from offload.model.engine import Engine
 from offload.model.running import in_backward
@@ -140,51 +145,20 @@ class Commits:
         if commit is None:
             return
         engine, optimizer, run = self._engine, self._optimizer, commit["run"]
-        self._check(run, layout)
-        reader = CommitReader(self._directory.path, commit, layout)
-        try:
-            self._check_buffers(reader)
-            with engine.lock, engine.runner.once():
-                states = run["optimizer"]["states"]
-                fill(engine, self._root(), optimizer, states, True, reader.read)
-                engine.steps = self._closed = self._asked = run["step"]
-                self._versions = self._seen()
-        finally:
-            reader.close()
-        optimizer.take_options(options_of(run))
-        set_random_state(run["random"], engine.runner.device.torch_device)
+        model, path = self._root(), self._directory.path
+        asked = f"asked to go on from step {run['step']} in {path}"
+        with closing(CommitReader(path, commit, layout)) as reader, engine.lock:
+            check_sets(sets_of(engine, model, {}), {WEIGHTS: reader.tensors}, asked)
+            check_run(run, optimizer, None, asked)
+            take_over(engine, model, optimizer, run, reader.values)
+        self._closed = self._asked = run["step"]
+        self._versions = self._seen()
         self._restored = run, commit["forward"]
         engine.resumed = run["step"], decoded(run["user"])
         if run["user"] is None:
             engine.tell(
                 f"this run goes on from step {run['step']}; where in its data the program is, and "
                 "its scheduler, were not kept: set engine.user_state (docs/quickstart.md)"
-            )
-
-    def _check(self, run: Mapping[str, Any], layout: Mapping[str, Any]) -> None:
-        mine = {
-            one.name: [one.dtype, [*one.shape], one.trainable]
-            for unit in self._engine.plan.profile.units
-            for one in unit.parameters
-        }
-        theirs = layout["parameters"]
-        other = sorted(name for name in {*mine, *theirs} if mine.get(name) != theirs.get(name))
-        if other:
-            raise ValueError(
-                f"asked to go on from step {run['step']} in {self._directory.path}; found that "
-                f"{len(other)} parameters are not those of then ({', '.join(other[:3])}); likely "
-                "it is another model's; build that one, or give a new name"
-            )
-        check_run(run, self._optimizer, None)
-
-    def _check_buffers(self, reader: CommitReader) -> None:
-        mine = {name: (x.dtype, x.shape) for name, x in buffers_of(self._root())}
-        theirs = {name: (x.dtype, x.shape) for name, x in reader.buffers.items()}
-        if mine != theirs:
-            other = sorted(n for n in {*mine, *theirs} if mine.get(n) != theirs.get(n))
-            raise ValueError(
-                f"asked to go on from {self._directory.path}; found other buffers than the model "
-                f"has: {', '.join(other[:3])}; likely it is another model's"
             )
 
     # -- from step to step -------------------------------------------------------------------------
@@ -346,15 +320,14 @@ class Commits:
         engine, store = self._engine, self._store
         assert store is not None
         runner, spec = engine.runner, engine.plan.profile.units[unit]
-        pieces = engine.plan.profile.by_chunk(unit)
+        pieces, parameters = engine.plan.profile.by_chunk(unit), engine.units[unit].parameters
         for chunk, size in enumerate(engine.plan.sizes.chunks[kind][unit]):
             if kind == "weight" and unit in engine.residents:
                 content = host_tensor(size)
                 with no_trap():  # Its update is over, and who waits for that is not told yet.
                     for piece in pieces[chunk]:
-                        own = engine.units[unit].parameters[piece.parameter].view(-1)
-                        there = content.view(own.dtype)[piece.chunk_start :][: piece.elements]
-                        there.copy_(own[piece.parameter_start : piece.parameter_stop])
+                        there, here = (part_of(piece, x, parameters) for x in (content, None))
+                        there.copy_(here)
             else:
                 content = runner.read_home(Value(kind, unit, chunk))
                 if runner.device.holds(content) or content.data_ptr() % 4096:

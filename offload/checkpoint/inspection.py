@@ -13,8 +13,6 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 import aio
 from offload.checkpoint.commit_reader import (
     COMMIT,
@@ -25,11 +23,10 @@ from offload.checkpoint.commit_reader import (
 )
 from offload.checkpoint.directory import RUN, decoded, read_run
 from offload.checkpoint.schema import shown
-from offload.checkpoint.shards import WEIGHTS, SetReader
+from offload.checkpoint.shards import PART_ELEMENTS, WEIGHTS, SetsReader
 from offload.planning.tiers import format_bytes
 
 INDEX = ".safetensors.index.json"
-PART_BYTES = 16 << 20
 
 
 @dataclass
@@ -84,8 +81,8 @@ def _inspect_save(where: str) -> Inspection:
     with closing(aio.open_backend()) as backend:
         for prefix, names in sorted(wanted.items()):
             try:
-                with closing(SetReader(where, prefix, backend)) as reader:
-                    if missing := names - reader.places.keys():
+                with closing(SetsReader(where, [prefix], backend)) as reader:
+                    if missing := names - reader.places[prefix].keys():
                         found.broken.append(f"{prefix} lacks {shown(min(missing))}")
                     _check_set(prefix, reader, found)
             except (OSError, ValueError) as error:
@@ -123,20 +120,19 @@ def _inspect_run(where: str) -> Inspection:
     return found
 
 
-def _check_set(prefix: str, reader: SetReader, found: Inspection) -> None:
+def _check_set(prefix: str, reader: SetsReader, found: Inspection) -> None:
     """Read all tensors of a set, and say what they are."""
-    total, buffer = 0, np.empty(PART_BYTES, np.uint8)
-    for name, place in reader.places.items():
+    places = reader.places[prefix]
+    for name, place in places.items():
         found.unchecked += place.crc is None
-        total += place.tensor.bytes
         try:
-            for at in range(0, place.tensor.bytes, PART_BYTES):
-                part = buffer[: min(PART_BYTES, place.tensor.bytes - at)]
-                reader.read(name, at, part)
+            for start, count in place.tensor.parts(PART_ELEMENTS):
+                reader.values(prefix, name, start, count)
         except OSError as error:
             found.broken.append(f"{prefix}: {told(error)}")
-    dtypes = sorted({place.tensor.dtype for place in reader.places.values()})
-    row = f"{len(reader.places)} tensors, {format_bytes(total)}, {', '.join(dtypes)}"
+    total = sum(place.tensor.bytes for place in places.values())
+    dtypes = sorted({place.tensor.dtype for place in places.values()})
+    row = f"{len(places)} tensors, {format_bytes(total)}, {', '.join(dtypes)}"
     found.rows[f"set {prefix}"] = row
 
 

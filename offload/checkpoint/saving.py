@@ -13,8 +13,10 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -39,24 +41,27 @@ from offload.checkpoint.shards import (
     SCALE,
     SHARD_BYTES,
     WEIGHTS,
-    Bytes,
-    SetReader,
+    Sets,
+    SetsReader,
     SetWriter,
     Tensor,
+    Values,
+    bytes_of,
     items,
+    name_of,
 )
 from offload.model.engine import Engine, engine_of
 from offload.model.passes import refuse_inside
 from offload.model.units import count_change
 from offload.optim.optimizer import Optimizer
+from offload.optim.states import Part
+from offload.planning.layout import Plan
 from offload.planning.profile import Parameter, Piece
 from offload.program.ops import Value
 from offload.runtime.entry import entry, interruptible
 from offload.runtime.memory import host_tensor
+from offload.runtime.runner import Runner
 from offload.runtime.store import AHEAD, ahead
-
-Sets = dict[str, dict[str, Tensor]]
-"""By prefix of its files, the tensors of each set in their order, by name."""
 
 States = Mapping[str, Mapping[str, Any]]
 """By parameter that has stepped: its `steps`, and the dtypes of its `slots`."""
@@ -148,38 +153,27 @@ def load(
     refuse_inside("offload.load()")
     engine, where, states = _engine_of(model, optimizer), os.fspath(directory), dict[str, Any]()
     with engine.lock, ExitStack() as opened:
-        run = read_run(where)
-        frozen = run.get("frozen", True)
+        run, asked = read_run(where), f"asked to load {where}"
         if optimizer is not None:
-            check_run(run, optimizer, scheduler)
+            check_run(run, optimizer, scheduler, asked)
             states = run["optimizer"]["states"]
         settle(engine)
-        sets = sets_of(engine, model, states, frozen)
+        sets = sets_of(engine, model, states, run.get("frozen", True))
         backend = opened.enter_context(closing(aio.open_backend()))
-        readers = {
-            prefix: opened.enter_context(closing(SetReader(where, prefix, backend)))
-            for prefix in sets
-        }
-        _check_sets(sets, readers)
+        reader = opened.enter_context(closing(SetsReader(where, sets, backend)))
+        check_sets(sets, reader.tensors, asked)
         moved = opened.enter_context(_progress(f"loading {where}", sets))
 
-        def read(prefix: str, name: str, start: int, count: int) -> torch.Tensor:
-            found = torch.empty(count, dtype=getattr(torch, sets[prefix][name].dtype))
-            readers[prefix].read(name, start * found.itemsize, bytes_of(found))
+        def values(*of: Any) -> torch.Tensor:
+            found = reader.values(*of)
             moved(found.nbytes)
             return found
 
-        with engine.runner.once():
-            fill(engine, model, optimizer, states, frozen, read)
-            if engine.commits is not None:
-                engine.commits.loaded()
-            if optimizer is not None:
-                engine.steps = run["step"]
-                optimizer.take_options(options_of(run))
-                if scheduler is not None:
-                    scheduler.load_state_dict(decoded(run["scheduler"]))
-                if "random" in run:  # Not in what was converted.
-                    set_random_state(run["random"], engine.runner.device.torch_device)
+        take_over(engine, model, optimizer, run, values)
+        if engine.commits is not None:
+            engine.commits.loaded()
+        if scheduler is not None and optimizer is not None:
+            scheduler.load_state_dict(decoded(run["scheduler"]))
     return decoded(run["user"])
 
 
@@ -257,7 +251,7 @@ def sets_of(engine: Engine, model: nn.Module, states: States, frozen: bool = Tru
             found.setdefault(prefix, {})[one.name] = Tensor(one.name, dtype, shape)
     refuse_extra_state(model)
     for name, buffer in buffers_of(model):
-        found[WEIGHTS][name] = Tensor(name, _name_of(buffer.dtype), tuple(buffer.shape))
+        found[WEIGHTS][name] = Tensor(name, name_of(buffer.dtype), tuple(buffer.shape))
     return found
 
 
@@ -271,7 +265,9 @@ def refuse_extra_state(model: nn.Module) -> None:
             )
 
 
-def _states_of(engine: Engine, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
+def optimizer_of(engine: Engine, optimizer: Optimizer) -> dict[str, Any]:
+    """What a run goes on from of an optimizer, besides tensors: its rule, which states there are,
+    and the groups."""
     states, found = optimizer.states, dict[str, dict[str, Any]]()
     for owner, one in _parameters(engine):
         if steps := states.steps.get(owner, 0):
@@ -279,14 +275,7 @@ def _states_of(engine: Engine, optimizer: Optimizer) -> dict[str, dict[str, Any]
             if owner not in states.buffers:
                 slots.pop("momentum_buffer", None)
             found[one.name] = {"steps": steps, "slots": slots}
-    return found
-
-
-def optimizer_of(engine: Engine, optimizer: Optimizer) -> dict[str, Any]:
-    """What a run goes on from of an optimizer, besides tensors: its rule, which states there are,
-    and the groups."""
-    states = _states_of(engine, optimizer)
-    return {"rule": optimizer.rule, "states": states, "groups": _groups(optimizer)}
+    return {"rule": optimizer.rule, "states": found, "groups": _groups(optimizer)}
 
 
 def _slots_of(optimizer: Optimizer, owner: tuple[int, int]) -> dict[str, str]:
@@ -294,7 +283,7 @@ def _slots_of(optimizer: Optimizer, owner: tuple[int, int]) -> dict[str, str]:
     fmt = optimizer.states.format(*owner)
     one = optimizer.engine.plan.profile.units[owner[0]].parameters[owner[1]]
     grouped = {slot.name: slot.dtype for slot in fmt.slots if slot.elements_per_item > 1}
-    plain = {name: _name_of(dtype) for name, dtype in plain_dtypes(fmt).items()}
+    plain = {name: name_of(dtype) for name, dtype in plain_dtypes(fmt).items()}
     return plain | (grouped if one.trainable else {})
 
 
@@ -314,7 +303,7 @@ def options_of(run: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [decoded(group["options"]) for group in run["optimizer"]["groups"]]
 
 
-class _Chunk(NamedTuple):
+class Chunk(NamedTuple):
     """A chunk of a unit: what of parameters it has, and the values that have homes of their own."""
 
     pieces: list[Piece]
@@ -328,14 +317,25 @@ class _Chunk(NamedTuple):
         return self.weight, self.state
 
 
-def _chunks(engine: Engine, frozen: bool) -> Iterator[_Chunk]:
+def chunks_of(plan: Plan, *, frozen: bool = True) -> Iterator[Chunk]:
     """All chunks, or those that are trained, in the order of their parameters."""
-    for unit, spec in enumerate(engine.plan.profile.units):
-        for at, pieces in sorted(engine.plan.profile.by_chunk(unit).items()):
-            weight = None if unit in engine.residents else Value("weight", unit, at)
+    for unit, spec in enumerate(plan.profile.units):
+        for at, pieces in sorted(plan.profile.by_chunk(unit).items()):
+            weight = None if unit in plan.residents else Value("weight", unit, at)
             state = Value("state", unit, at) if at < len(spec.chunks) else None
             if frozen or state is not None:
-                yield _Chunk(pieces, weight, state)
+                yield Chunk(pieces, weight, state)
+
+
+def part_of(
+    piece: Piece, content: torch.Tensor | None, parameters: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """The values of a piece: in the content of its chunk, or in the parameters of its unit, where
+    that has None."""
+    one = parameters[piece.parameter]
+    if content is not None:
+        return content.view(one.dtype)[piece.chunk_start :][: piece.elements]
+    return one.detach().view(-1)[piece.parameter_start : piece.parameter_stop]
 
 
 def parts_of(
@@ -347,19 +347,15 @@ def parts_of(
 ) -> Iterator[tuple[str, str, torch.Tensor]]:
     """All values, part by part: the prefix, the name and the part, 1-D, where it lies."""
 
-    def read(chunk: _Chunk) -> tuple[_Chunk, list[torch.Tensor | None]]:
+    def read(chunk: Chunk) -> tuple[Chunk, list[torch.Tensor | None]]:
         wanted = chunk.values if states else (chunk.weight, None)
         return chunk, [one and engine.runner.read_home(one) for one in wanted]
 
-    for chunk, (weights, record) in ahead(read, _chunks(engine, frozen)):
+    for chunk, (weights, record) in ahead(read, chunks_of(engine.plan, frozen=frozen)):
         for piece in chunk.pieces:
             one = engine.plan.profile.units[piece.unit].parameters[piece.parameter]
-            if weights is None:
-                whole = engine.units[piece.unit].parameters[piece.parameter].detach().reshape(-1)
-                yield WEIGHTS, one.name, whole[piece.parameter_start : piece.parameter_stop]
-            else:
-                content = weights.view(getattr(torch, one.dtype))
-                yield WEIGHTS, one.name, content[piece.chunk_start :][: piece.elements]
+            parameters = engine.units[piece.unit].parameters
+            yield WEIGHTS, one.name, part_of(piece, weights, parameters)
             if optimizer is not None and one.name in states:
                 slots = optimizer.states.part(piece, record, scaled=True)
                 for slot in states[one.name]["slots"]:
@@ -370,86 +366,87 @@ def parts_of(
 
 @torch.no_grad()
 def fill(
-    engine: Engine,
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    states: States,
-    frozen: bool,
-    read: Callable[[str, str, int, int], torch.Tensor],
+    runner: Runner,
+    chunks: Iterable[Chunk],
+    parameters: Sequence[Sequence[torch.Tensor]],
+    values: Values,
+    optimizer: Optimizer | None = None,
+    states: States = MappingProxyType({}),
 ) -> None:
-    """Let all values be what `read` gives of a set and a name: so many elements from one on."""
-    runner, profile = engine.runner, engine.plan.profile
-    largest = max(size for unit in profile.units for _, size in unit.weight_chunks)
+    """Read chunks in order and put them home: weights, those of resident units into `parameters`,
+    which has those of each unit, and of an optimizer the states."""
+    plan = runner.plan
+    largest = max(size for unit in plan.profile.units for _, size in unit.weight_chunks)
     buffers = itertools.cycle([host_tensor(largest) for _ in range(AHEAD + 2)])
-    for unit in range(len(profile.units)):
-        if unit not in engine.residents:
-            engine.weights_changed(unit)
-        count_change(engine.units[unit].parameters)
 
-    def found(chunk: _Chunk) -> Callable[[], None]:
-        """What puts a chunk home, read."""
-        parts = []
-        weights = None
-        if chunk.weight is not None:
-            weights = next(buffers)[: runner.memory.extent(chunk.weight)[1]].zero_()
-        for piece in chunk.pieces:
-            one = profile.units[piece.unit].parameters[piece.parameter]
-            first, count = piece.parameter_start, piece.elements
-            part = read(WEIGHTS, one.name, first, count)
-            if weights is None:
-                there = slice(piece.parameter_start, piece.parameter_stop)
-                engine.units[piece.unit].parameters[piece.parameter].view(-1)[there].copy_(part)
-            else:
-                weights.view(part.dtype)[piece.chunk_start :][: piece.elements].copy_(part)
-            slots = states[one.name]["slots"] if one.name in states else {}
-            given = {
-                slot: read(slot, one.name, items(slot, first), items(slot, count)) for slot in slots
-            }
-            parts.append((piece, given))
-
-        def put() -> None:
-            if chunk.weight is not None and weights is not None:
-                runner.write_home(chunk.weight, weights)
-            if optimizer is not None and chunk.state is not None:
-                optimizer.states.write_chunk(chunk.state, parts, len(parts))
-
-        return put
+    def put(chunk: Chunk, weights: torch.Tensor | None, parts: list[Part]) -> None:
+        if chunk.weight is not None and weights is not None:
+            runner.write_home(chunk.weight, weights)
+        if chunk.state is not None and optimizer is not None:
+            optimizer.states.write_chunk(chunk.state, parts, len(parts))
 
     def puts() -> Iterator[Callable[[], None]]:
-        for chunk in _chunks(engine, frozen):
-            put = found(chunk)
-            homes = [engine.plan.home(v.kind, v.unit).tier for v in chunk.values if v is not None]
+        for chunk in chunks:
+            weights, parts = None, list[Part]()
+            if chunk.weight is not None:
+                weights = next(buffers)[: runner.memory.extent(chunk.weight)[1]].zero_()
+            for piece in chunk.pieces:
+                name = plan.profile.units[piece.unit].parameters[piece.parameter].name
+                first, count = piece.parameter_start, piece.elements
+                there = part_of(piece, weights, parameters[piece.unit])
+                there.copy_(values(WEIGHTS, name, first, count))
+                slots = states[name]["slots"] if name in states else ()
+                given = {k: values(k, name, items(k, first), items(k, count)) for k in slots}
+                parts.append((piece, given))
+            homes = [plan.home(v.kind, v.unit).tier for v in chunk.values if v is not None]
             if "nvme" in homes and "device" not in homes:
-                yield put
+                yield partial(put, chunk, weights, parts)
             else:
-                put()
+                put(chunk, weights, parts)
 
     for _ in ahead(lambda put: put(), puts()):
         pass  # What is on nvme is written while the next is read.
-    for owner, parameter in _parameters(engine) if optimizer is not None else ():
-        assert optimizer is not None
-        saved = states.get(parameter.name, {"steps": 0, "slots": {}})
-        optimizer.states.count(owner, saved["steps"], saved["slots"])
-    for name, buffer in buffers_of(model):
-        buffer.copy_(read(WEIGHTS, name, 0, buffer.numel()).view(buffer.shape))
 
 
-def bytes_of(tensor: torch.Tensor) -> Bytes:
-    """The bytes of a contiguous tensor in CPU memory."""
-    return tensor.view(torch.uint8).numpy()
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+@torch.no_grad()
+def take_over(
+    engine: Engine,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    run: Mapping[str, Any],
+    values: Values,
+) -> None:
+    """Go on from a run that `check_run` and `check_sets` let pass: weights and buffers, and with an
+    optimizer its states, step numbers and hyper-parameters, and the random numbers."""
+    states: States = {} if optimizer is None else run["optimizer"]["states"]
+    with engine.runner.once():
+        for unit in engine.units:
+            if unit.index not in engine.residents:
+                engine.weights_changed(unit.index)
+            count_change(unit.parameters)
+        chunks = chunks_of(engine.plan, frozen=run.get("frozen", True))
+        parameters = [unit.parameters for unit in engine.units]
+        fill(engine.runner, chunks, parameters, values, optimizer, states)
+        for name, buffer in buffers_of(model):
+            buffer.copy_(values(WEIGHTS, name, 0, buffer.numel()).view(buffer.shape))
+        if optimizer is None:
+            return
+        for owner, parameter in _parameters(engine):
+            saved = states.get(parameter.name, {"steps": 0, "slots": {}})
+            optimizer.states.count(owner, saved["steps"], saved["slots"])
+        engine.steps = run["step"]
+        optimizer.take_options(options_of(run))
+        if "random" in run:  # Not in what was converted.
+            set_random_state(run["random"], engine.runner.device.torch_device)
 
 
 # -- whether it fits -------------------------------------------------------------------------------
 
 
-def _check_sets(sets: Sets, readers: Mapping[str, SetReader]) -> None:
+def check_sets(sets: Sets, found: Sets, asked: str) -> None:
     """Refuse sets that have other tensors than those wanted."""
     for prefix, wanted in sets.items():
-        there = {name: place.tensor for name, place in readers[prefix].places.items()}
+        there = found[prefix]
         other = {
             "missing": wanted.keys() - there.keys(),
             "unexpected": there.keys() - wanted.keys(),
@@ -464,15 +461,16 @@ def _check_sets(sets: Sets, readers: Mapping[str, SetReader]) -> None:
         ]
         if told:
             raise ValueError(
-                f"asked to load {prefix}; found other tensors than the model has: "
-                f"{'; '.join(told)}; likely it is of another model; nothing was changed"
+                f"{asked}; found other tensors in the set {prefix} than the model has: "
+                f"{'; '.join(told)}; likely it is of another model: build that one, or name "
+                "another directory; nothing was changed"
             )
 
 
-def check_run(run: Mapping[str, Any], optimizer: Optimizer, scheduler: Any) -> None:
+def check_run(run: Mapping[str, Any], optimizer: Optimizer, scheduler: Any, asked: str) -> None:
     """Refuse a run that cannot go on with this optimizer."""
-    saved, asked = run.get("optimizer"), "asked to load the whole of a run"
-    alone = "load(model, None, ...) takes the weights alone"
+    saved = run.get("optimizer")
+    alone = "load(model, None, ...) takes the weights of a save alone"
     if saved is None:
         raise ValueError(f"{asked}; found a save of weights alone; {alone}")
     if ("scheduler" in run) != (scheduler is not None):

@@ -14,12 +14,13 @@ import errno
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from safetensors import SafetensorError, safe_open
 
 import aio
@@ -28,6 +29,9 @@ from cpu_adam.formats import GROUP_ELEMENTS
 from offload.checkpoint.schema import Each, check, shown, text
 
 SHARD_BYTES = 5 << 30
+PART_ELEMENTS = 4 << 20
+"""Most numbers that are read at once where nothing else says how many."""
+
 FILES_MAX = 3
 """So many files of a set have memory for what is read ahead."""
 
@@ -73,10 +77,47 @@ class Tensor(NamedTuple):
         """Of all its values."""
         return prod(self.shape) * ITEM_BYTES[NAMES[self.dtype]]
 
+    def parts(self, most: int) -> Iterator[tuple[int, int]]:
+        """Of its numbers the first and the count, in order, of parts that are no larger."""
+        elements = prod(self.shape)
+        return ((at, min(most, elements - at)) for at in range(0, elements, most))
+
+
+Sets = dict[str, dict[str, Tensor]]
+"""By prefix of its files, the tensors of each set in their order, by name."""
+
+Values: TypeAlias = Callable[[str, str, int, int], torch.Tensor]
+"""What every source of values is, and all that takes values asks: of a set (its prefix) and a name,
+from a number on, so many numbers, 1-D in CPU memory. Those of a tensor are asked for in order."""
+
 
 def items(prefix: str, elements: int) -> int:
     """How many numbers a set has for so many elements that begin a group."""
     return -(-elements // GROUP_ELEMENTS) if prefix.endswith(SCALE) else elements
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """The name of a dtype."""
+    return str(dtype).removeprefix("torch.")
+
+
+def bytes_of(tensor: torch.Tensor) -> Bytes:
+    """The bytes of a contiguous tensor in CPU memory."""
+    return tensor.view(torch.uint8).numpy()
+
+
+def joined(
+    parts: Iterable[tuple[int, Callable[[], torch.Tensor]]], start: int, count: int
+) -> torch.Tensor:
+    """So many numbers, from one on, of parts that follow one another: the size of each, and what
+    gives it, 1-D. Only those that are needed are asked for."""
+    found = []
+    for size, part in parts:
+        first, last = max(start, 0), min(start + count, size)
+        if first < last:
+            found.append(part()[first:last])
+        start -= size
+    return found[0] if len(found) == 1 else torch.cat(found)
 
 
 class SetWriter:
@@ -201,7 +242,7 @@ class _Place(NamedTuple):
     """Where a tensor lies."""
 
     tensor: Tensor
-    file: str
+    file: aio.Reader
     start: int
     crc: int | None
     """None where the index has none."""
@@ -218,37 +259,40 @@ def _checksum(value: Any) -> bool:
     return text(value) and re.fullmatch("[0-9a-f]{8}", value) is not None
 
 
-class SetReader:
-    """Reads the tensors of a set, best in the order in which they lie."""
+class SetsReader:
+    """Reads the tensors of sets, best in the order in which they lie."""
 
-    def __init__(self, directory: str, prefix: str, backend: aio.Backend, *, links: bool = False):
-        """Read `PREFIX.safetensors`, or where there is none the index, and all headers. `links` are
-        followed, as the cache of Hugging Face has files, or refused.
+    def __init__(
+        self, directory: str, prefixes: Iterable[str], backend: aio.Backend, *, links: bool = False
+    ):
+        """Read of each `PREFIX.safetensors`, or where there is none the index, and all headers.
+        `links` are followed, as the cache of Hugging Face has files, or refused.
 
         Raises:
             OSError: a file is missing, or cannot be read.
             ValueError: one is none of the format, with what is wrong in it.
         """
         self._directory, self._backend, self._links = directory, backend, links
-        self._files: dict[str, aio.Reader] = {}
-        self._recent: dict[str, None] = {}
-        """Those that have memory, the last one last."""
-        self._running: dict[str, tuple[int, int]] = {}
+        self._files: list[aio.Reader] = []
+        self._recent: dict[str, dict[aio.Reader, None]] = {}
+        """By set those that have memory, the last one last."""
+        self._running: dict[tuple[str, str], tuple[int, int]] = {}
         """Of tensors of which a part was read: the bytes, and their checksum."""
-        self.places: dict[str, _Place] = {}
-        """By name."""
+        self.places: dict[str, dict[str, _Place]] = {}
+        """By set and name."""
         try:
-            self._open(os.path.join(directory, f"{prefix}.safetensors.index.json"), prefix)
+            for prefix in prefixes:
+                self.places[prefix] = {place.tensor.name: place for place in self._open(prefix)}
         except BaseException:
             self.close()
             raise
 
-    def _open(self, index: str, prefix: str) -> None:
-        single = f"{prefix}.safetensors"
+    def _open(self, prefix: str) -> Iterator[_Place]:
+        single, seen = f"{prefix}.safetensors", set[str]()
         if os.path.exists(os.path.join(self._directory, single)):
-            for one, start in self._header(single):
-                self.places[one.name] = _Place(one, single, start, None)
+            yield from self._header(single)
             return
+        index = os.path.join(self._directory, f"{single}.index.json")
         found = read_json(index)
         files: Any = found.get("weight_map")
         check(files, Each(text, _file), f"{index}: weight_map")
@@ -256,22 +300,24 @@ class SetReader:
         crcs: Any = metadata.get("crc32c", {}) if isinstance(metadata, dict) else {}
         check(crcs, Each(text, _checksum), f"{index}: crc32c")
         for file in dict.fromkeys(files.values()):
-            for one, start in self._header(file):
-                if files.get(one.name) != file:
+            for place in self._header(file):
+                name = place.tensor.name
+                if files.get(name) != file:
                     raise ValueError(
-                        f"{file} has {shown(one.name)}, which {index} does not place there"
+                        f"{file} has {shown(name)}, which {index} does not place there"
                     )
-                crc = int(crcs[one.name], 16) if one.name in crcs else None
-                self.places[one.name] = _Place(one, file, start, crc)
-        if missing := files.keys() - self.places.keys():
+                seen.add(name)
+                yield place._replace(crc=int(crcs[name], 16) if name in crcs else None)
+        if missing := files.keys() - seen:
             name = min(missing)
             raise ValueError(f"{index} names {shown(name)}, which {shown(files[name])} lacks")
 
-    def _header(self, file: str) -> Iterator[tuple[Tensor, int]]:
-        """The tensors of a file, and where each starts."""
+    def _header(self, file: str) -> Iterator[_Place]:
+        """Where the tensors of a file are."""
         path = os.path.join(self._directory, file)
         path = os.path.realpath(path) if self._links else path
-        reader = self._files[file] = aio.Reader(path, self._backend)
+        reader = aio.Reader(path, self._backend)
+        self._files.append(reader)
         try:
             with safe_open(path, "pt") as header:  # It checks all of it.
                 slices = {name: header.get_slice(name) for name in header.offset_keys()}
@@ -286,40 +332,50 @@ class SetReader:
         found = [Tensor(k, known[v.get_dtype()], tuple(v.get_shape())) for k, v in slices.items()]
         at = reader.size - sum(one.bytes for one in found)  # There are no gaps.
         for one in found:
-            yield one, at
+            yield _Place(one, reader, at, None)
             at += one.bytes
 
-    def read(self, name: str, start: int, into: Bytes) -> None:
-        """Copy bytes of a tensor from `start` on; the parts of one are asked for in order.
+    @property
+    def tensors(self) -> Sets:
+        """What there is."""
+        return {
+            prefix: {name: place.tensor for name, place in places.items()}
+            for prefix, places in self.places.items()
+        }
+
+    def values(self, prefix: str, name: str, start: int, count: int) -> torch.Tensor:
+        """See `Values`.
 
         Raises:
             OSError: they cannot be read; EIO with the last part where the checksum is another.
         """
-        place = self.places[name]
-        reader = self._files[place.file]
-        self._recent.pop(place.file, None)
-        self._recent[place.file] = None
-        if len(self._recent) > FILES_MAX:
-            oldest = next(iter(self._recent))
-            del self._recent[oldest]
-            self._files[oldest].let_go()
-        reader.read(place.start + start, into)
-        done, crc = self._running.pop(name, (0, 0))
+        place, recent = self.places[prefix][name], self._recent.setdefault(prefix, {})
+        found = torch.empty(count, dtype=getattr(torch, place.tensor.dtype))
+        into, start = bytes_of(found), start * found.itemsize
+        recent.pop(place.file, None)
+        recent[place.file] = None
+        if len(recent) > FILES_MAX:
+            oldest = next(iter(recent))
+            del recent[oldest]
+            oldest.let_go()
+        place.file.read(place.start + start, into)
+        done, crc = self._running.pop((prefix, name), (0, 0))
         assert done == start, f"{name}: parts out of order"
         done, crc = done + into.size, crc32c(into, crc)
         if done < place.tensor.bytes:
-            self._running[name] = done, crc
+            self._running[prefix, name] = done, crc
         elif place.crc is not None and crc != place.crc:
             raise OSError(
                 errno.EIO,
                 f"{name}: checksum mismatch (CRC32C {crc:#010x}, written as {place.crc:#010x}); "
                 "likely the drive or a copy changed bits; load another checkpoint",
-                reader.path,
+                place.file.path,
             )
+        return found
 
     def close(self) -> None:
         """Close all files."""
-        for one in self._files.values():
+        for one in self._files:
             one.close()
 
 
