@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import aio
 import offload
@@ -120,9 +121,13 @@ def test_a_power_cut_leaves_the_last_commit_or_the_one_before(
         with durable(placement, tmp_path, drive=run_directory, build=buffered) as run:
             for _ in range(3):
                 steps(run, 1)
-                run.engine.commit()
-                last[cut.count] = run.engine.steps
-    assert cut.count > 15
+                for _ in range(2):  # The second commit is of the same step.
+                    run.engine.commit()
+                    last[cut.count] = run.engine.steps
+                    with torch.no_grad():
+                        run.model.head.weight.mul_(2)
+                        run.model.seen.add_(1)
+    assert cut.count > 30
     sure = 0
     for number in range(cut.count):
         sure = last.get(number, sure)
@@ -267,8 +272,6 @@ def test_a_directory_that_others_may_change_is_refused(tmp_path: Path) -> None:
 
 
 def made() -> Any:
-    import torch
-
     model = torch.nn.Linear(4, 4)
     return model, torch.optim.AdamW(model.parameters())
 

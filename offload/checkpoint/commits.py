@@ -40,14 +40,15 @@ from offload.checkpoint.commit_reader import (
     record_files,
 )
 from offload.checkpoint.directory import flush, write_checked
+from offload.checkpoint.shards import write_file
 from offload.planning.layout import FileLayout, Plan
 from offload.planning.machine import measured_speeds, shares_of
 from offload.runtime.store import Kept, Store
 
 LOCK = "lock"
 
-_BUFFERS = re.compile(r"buffers-[0-9]+\.safetensors")
-_LAYOUT_FILE = re.compile(r"layout-[0-9]+\.json")
+_BUFFERS = re.compile(r"buffers-([0-9]{1,18})\.safetensors")
+_LAYOUT_FILE = re.compile(r"layout-([0-9]{1,18})\.json")
 _OURS = re.compile(
     rf"{LOCK}|{COMMIT}\.new|offload-[0-9a-f]{{8}}\.[0-9]+|{_BUFFERS.pattern}|{_LAYOUT_FILE.pattern}"
 )
@@ -133,7 +134,7 @@ class RunDirectory:
             homes = [home for home, _, _ in self.commit["homes"]]
         else:
             layout["name"] = name = f"offload-{secrets.token_hex(4)}"
-            self._layout_name = f"layout-{1 + _number(self._layout_name)}.json"
+            self._layout_name = f"layout-{_next(_LAYOUT_FILE, self._layout_name)}.json"
             write_checked(self._at(self._layout_name), layout)
         kept = Kept(durable_values(plan), name, homes, self.close)
         store = Store(folders, plan.file, speeds=speeds, kept=kept)
@@ -155,19 +156,18 @@ class RunDirectory:
         Raises:
             OSError: something could not be written; the commit before is as it was.
         """
-        step = run["step"]
         assert self._lock >= 0, "it may be another's by now"
         store.volume.flush()
         homes = store.chunks.homes()
         commit = {"format": FORMAT, "layout": self._layout_name, "homes": homes.tolist()}
         commit |= {"buffers": None, "forward": forward, "run": run}
-        if buffers:
-            name, content = f"buffers-{step}.safetensors", safetensors.torch.save(dict(buffers))
+        kept = self.commit and self.commit["buffers"]
+        if buffers:  # Never those that a commit names: one step may be committed twice.
+            name = f"buffers-{_next(_BUFFERS, kept[0] if kept else '')}.safetensors"
+            content = safetensors.torch.save(dict(buffers))
             commit["buffers"] = [name, crc32c(np.frombuffer(content, np.uint8), 0)]
-            _replace(self._at(name), content)
+            write_file(self._at(name), content)
         new = self._at(COMMIT + ".new")
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(new)
         write_checked(new, commit)
         before = None if self.commit is None else self.commit["layout"]
         if before == self._layout_name:
@@ -175,7 +175,7 @@ class RunDirectory:
                 os.unlink(self._at(PREVIOUS))
             with contextlib.suppress(OSError):  # A file system without links does without it.
                 os.link(self._at(COMMIT), self._at(PREVIOUS))
-        stays = [commit["buffers"], self.commit and self.commit["buffers"]]
+        stays = [commit["buffers"], kept]
         self._sure = False
         os.replace(new, self._at(COMMIT))
         flush(self.path)
@@ -264,17 +264,10 @@ def layout_of(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _replace(path: str, content: bytes) -> None:
-    """Write a file, flushed."""
-    with open(path, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _number(name: str) -> int:
-    """The number of a layout's file; 0 of another's."""
-    return int(name[7:-5]) if re.fullmatch(r"layout-[0-9]{1,9}\.json", name) else 0
+def _next(pattern: re.Pattern[str], name: str) -> int:
+    """The number after that of a file; 1 after another one."""
+    found = pattern.fullmatch(name)
+    return 1 + int(found[1]) if found else 1
 
 
 def _refuse_unsafe(path: str) -> None:

@@ -20,7 +20,7 @@ import torch
 
 from cpu_adam import crc32c
 from offload.checkpoint.schema import Each, accepted, check, count, flag, shown, text
-from offload.checkpoint.shards import NAMES, read_json, write_text
+from offload.checkpoint.shards import NAMES, read_json, write_file
 
 RUN = "run.json"
 FORMAT = 1
@@ -123,9 +123,9 @@ def read_run(directory: str) -> dict[str, Any]:
 
 def write_checked(path: str, run: Mapping[str, Any]) -> None:
     """A new file of JSON with its checksum, flushed to the drive."""
-    text = _plain(run)
-    crc = crc32c(np.frombuffer(text.encode(), np.uint8), 0)
-    write_text(path, f'{{"crc32c": "{crc:08x}", "run": {text}}}\n')
+    text = _plain(run).encode()
+    crc = crc32c(np.frombuffer(text, np.uint8), 0)
+    write_file(path, b'{"crc32c": "%08x", "run": %b}\n' % (crc, text))
 
 
 def read_checked(path: str) -> dict[str, Any]:

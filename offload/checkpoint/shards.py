@@ -15,6 +15,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
@@ -223,7 +224,7 @@ class SetWriter:
         }
         text = json.dumps(index, indent=1) + "\n"
         path = os.path.join(self._directory, f"{self._prefix}.safetensors.index.json")
-        write_text(path, text)
+        write_file(path, text.encode())
         return total
 
     def _close(self, *, whole: bool = True) -> None:
@@ -401,9 +402,11 @@ def _private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
-def write_text(path: str, text: str) -> None:
-    """A new file, flushed to the drive."""
-    with open(path, "x", encoding="utf-8", opener=_private) as file:
-        file.write(text)
+def write_file(path: str, content: bytes) -> None:
+    """A new file, flushed to the drive; one that was left there by another process goes."""
+    with suppress(FileNotFoundError):
+        os.unlink(path)
+    with open(path, "xb", opener=_private) as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
