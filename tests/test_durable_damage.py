@@ -295,6 +295,31 @@ def test_another_layout_has_files_of_its_own_and_the_old_ones_stay_until_it_is_c
     assert not files("run"), "nothing was committed there"
 
 
+@pytest.mark.parametrize("deleted", ["layout-*", "offload-*"])
+def test_a_file_that_is_missing_is_named_with_what_to_try(deleted: str, committed: Path) -> None:
+    (file,) = (committed / "run").glob(deleted)
+    file.unlink()
+    told = f"asked for the commit of step 2; found no such file; likely .*copied.*{file.name}"
+    with pytest.raises(FileNotFoundError, match=told), durable(CPU, committed, build=buffered):
+        pass
+
+
+def test_records_on_a_drive_that_moved_are_found_by_a_link(tmp_path: Path) -> None:
+    with durable(NVME, tmp_path) as run:
+        steps(run, 2)
+        expected = result_of(run)
+    drive, moved = tmp_path / "drive", tmp_path / "moved"
+    drive.rename(moved)
+    told = f"likely .* its drive is elsewhere; mount it there, or let {drive} be a link"
+    with pytest.raises(FileNotFoundError, match=told), durable(CPU, tmp_path):
+        pass
+    drive.symlink_to(moved)
+    with durable(NVME, tmp_path, drive=moved) as run:
+        go_on(run)
+        assert_same(result_of(run), expected)
+        steps(run, 1)
+
+
 def test_mutated_commits_are_refused_in_a_sentence(committed: Path) -> None:
     directory = committed / "run"
     good = {one: one.read_bytes() for one in directory.glob("*.json")}

@@ -42,13 +42,14 @@ def read_commit(directory: str, name: str = COMMIT) -> tuple[dict[str, Any], dic
     """A commit and its layout, whose fields are those that `RunDirectory` writes.
 
     Raises:
-        OSError: a file cannot be read.
+        OSError: a file cannot be read; one that it names is not there.
         ValueError: one is damaged, or of a later release.
     """
     path = os.path.join(directory, name)
     commit = _read(path, _COMMIT)
     check_fields({"format": FORMAT, **commit["run"]}, f"{path}: run")
     path = os.path.join(directory, commit["layout"])
+    _require(path, commit, "the directory was not copied as a whole; copy it again")
     layout = read_layout(path)
     try:
         _check_places(commit, layout)
@@ -56,7 +57,17 @@ def read_commit(directory: str, name: str = COMMIT) -> tuple[dict[str, Any], dic
         raise ValueError(
             f"{path}: likely of another commit, or changed: {shown(str(error))}"
         ) from error
+    for file, folder in zip(record_files(directory, layout), layout["folders"]):
+        likely = f"its drive is elsewhere; mount it there, or let {folder} be a link to it"
+        _require(file, commit, likely if folder else "it was not copied along; copy it again")
     return commit, layout
+
+
+def _require(path: str, commit: Mapping[str, Any], likely: str) -> None:
+    if not os.path.lexists(path):
+        told = f"asked for the commit of step {commit['run']['step']}; found no such file"
+        told += f"; likely it was deleted, or {likely}; or begin anew under another name"
+        raise FileNotFoundError(errno.ENOENT, told, path)
 
 
 def read_layout(path: str) -> dict[str, Any]:
@@ -143,7 +154,10 @@ class CommitReader:
                 raise OSError(errno.EIO, "cut short", " and ".join(self._paths))
         except OSError as error:
             self.close()
-            told = f"asked for the values of a commit; found {error.strerror}; likely it was moved"
+            told = (
+                f"asked for the values of a commit; found: {error.strerror}; likely not all was "
+                "copied; copy it again, or begin anew under another name"
+            )
             raise OSError(error.errno, told, error.filename) from error
 
     @property
