@@ -23,7 +23,7 @@ from cpu_adam.formats import format_for
 from cpu_adam.reference import cut, views
 from cpu_adam.torch_state import scales, to_plain
 from offload.checkpoint.directory import check_fields, read_checked
-from offload.checkpoint.schema import Each, accepted, check, count, flag, shown, text
+from offload.checkpoint.schema import Each, accepted, check, count, file_name, flag, shown, text
 from offload.checkpoint.shards import WEIGHTS, Tensor, items, joined, name_of
 from offload.planning.profile import ITEM_BYTES
 from offload.runtime.memory import host_tensor
@@ -81,9 +81,7 @@ def read_layout(path: str) -> dict[str, Any]:
 
 
 def _read(path: str, schema: Any) -> dict[str, Any]:
-    found = read_checked(path)
-    if found.get("format") != FORMAT:
-        raise ValueError(f"{path} is of format {shown(found.get('format'))}, not {FORMAT}")
+    found = read_checked(path, FORMAT)
     check(found, schema, path)
     return found
 
@@ -255,15 +253,6 @@ def _read_buffers(directory: str, commit: Mapping[str, Any]) -> dict[str, torch.
 # -- what the files can say ------------------------------------------------------------------------
 
 
-def _name(value: Any) -> bool:
-    """the name of a file in the directory"""
-    return (
-        text(value)
-        and re.fullmatch(r"[A-Za-z0-9_.-]{1,80}", value) is not None
-        and ".." not in value
-    )
-
-
 def _inode(value: Any) -> bool:
     """the number of a directory"""
     return type(value) is int and 0 <= value < 1 << 64
@@ -293,7 +282,7 @@ def _row(*fields: Any) -> Any:
 
 def _buffers(value: Any) -> bool:
     """a file and its checksum, or null"""
-    return value is None or _row(_name, count)(value)
+    return value is None or _row(file_name, count)(value)
 
 
 _VALUE = _row(count, count, count)
@@ -317,7 +306,7 @@ _LAYOUT = {
 }
 _COMMIT = {
     "format": count,
-    "layout": _name,
+    "layout": file_name,
     "homes": [_row(count, count, count)],
     "buffers": _buffers,
     "forward": flag,

@@ -24,7 +24,7 @@ from offload.checkpoint.directory import (
     check_fields,
     read_run,
     whole_directory,
-    write_run,
+    write_checked,
 )
 from offload.checkpoint.saving import write_sets
 from offload.checkpoint.shards import PART_ELEMENTS, SCALE, SHARD_BYTES, WEIGHTS, SetsReader
@@ -67,7 +67,7 @@ def convert(source: str, target: str, kind: str = "save", dtype: str | None = No
         )
         write_sets(new, made.sets, parts, f"converting to {target}", SHARD_BYTES)
         if not alone:
-            write_run(new, made.run)
+            write_checked(os.path.join(new, RUN), made.run)
     if alone and "optimizer" in found.run:
         found.notices.append("left out: the optimizer's states, as such a folder has weights alone")
     return found.notices

@@ -45,7 +45,7 @@ class Checkpoint:
     """The weights, and each slot of the states."""
     values: Values
     run: dict[str, Any]
-    """As `write_run` takes it."""
+    """As `run.json` of a save has it."""
     castable: Collection[str]
     """Names of parameters; the other weights keep their dtype."""
     dtype: str | None = None

@@ -93,13 +93,8 @@ def _exchange(new: str, old: str) -> None:
 # -- what a run has besides tensors ----------------------------------------------------------------
 
 
-def write_run(directory: str, run: Mapping[str, Any]) -> None:
-    """Write what `encoded` made."""
-    write_checked(os.path.join(directory, RUN), run)
-
-
 def read_run(directory: str) -> dict[str, Any]:
-    """What `write_run` wrote.
+    """What a save has in `run.json`.
 
     Raises:
         OSError: it is not there: the directory is none of `offload.save`.
@@ -107,7 +102,7 @@ def read_run(directory: str) -> dict[str, Any]:
     """
     path = os.path.join(directory, RUN)
     try:
-        run = read_checked(path)
+        run = read_checked(path, FORMAT)
     except FileNotFoundError as error:
         told = "asked to load a save; found none: likely another directory, or one never finished"
         if os.path.exists(os.path.join(directory, "commit.json")):
@@ -115,8 +110,6 @@ def read_run(directory: str) -> dict[str, Any]:
         elif os.path.exists(os.path.join(directory, "config.json")):
             told = "asked to load a save; found a folder of Hugging Face; try from_pretrained"
         raise FileNotFoundError(errno.ENOENT, told, path) from error
-    if run.get("format") != FORMAT:
-        raise ValueError(f"{path} is of format {shown(run.get('format'))}, not {FORMAT}")
     check_fields(run, path)
     return run
 
@@ -128,12 +121,12 @@ def write_checked(path: str, run: Mapping[str, Any]) -> None:
     write_file(path, b'{"crc32c": "%08x", "run": %b}\n' % (crc, text))
 
 
-def read_checked(path: str) -> dict[str, Any]:
-    """What `write_checked` wrote.
+def read_checked(path: str, format_: int) -> dict[str, Any]:
+    """What `write_checked` wrote, of this format.
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it was changed.
+        ValueError: it was changed, or is of another format.
     """
     found = read_json(path)
     run = found.get("run")
@@ -145,11 +138,13 @@ def read_checked(path: str) -> dict[str, Any]:
             f"{path}: checksum mismatch; likely it was edited, or the drive changed bits; load "
             "another checkpoint"
         )
+    if run.get("format") != format_:
+        raise ValueError(f"{path} is of format {shown(run.get('format'))}, not {format_}")
     return run
 
 
 def check_fields(run: Any, where: str) -> None:
-    """Refuse what `write_run` cannot have written.
+    """Refuse what no save can have.
 
     Raises:
         ValueError: a field is missing, or is not what it can be; the message names it.

@@ -15,7 +15,7 @@ from torch import nn
 
 from offload.checkpoint.directory import whole_directory
 from offload.checkpoint.saving import buffers_of, parts_of, sets_of, settle, write_sets
-from offload.checkpoint.shards import SHARD_BYTES, WEIGHTS, Tensor
+from offload.checkpoint.shards import SHARD_BYTES, WEIGHTS
 from offload.model.engine import Engine, engine_of
 from offload.model.passes import refuse_inside
 from offload.planning.tiers import parse_bytes
@@ -81,9 +81,7 @@ def _write(engine: Engine, model: nn.Module, new: str, told: str, shard_bytes: i
     """Write the weights, under the names that the files of the model's kind have."""
     found, names = sets_of(engine, model, {})[WEIGHTS], _names(model)
     tensors = {
-        names[name]: Tensor(names[name], one.dtype, one.shape)
-        for name, one in found.items()
-        if name in names
+        names[name]: one._replace(name=names[name]) for name, one in found.items() if name in names
     }
 
     def parts() -> Iterator[tuple[str, str, torch.Tensor]]:

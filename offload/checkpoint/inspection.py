@@ -104,10 +104,8 @@ def _inspect_run(where: str) -> Inspection:
         found.broken += wrong
         run, records = commit["run"], ", ".join(record_files(where, layout))
         if not found.rows:
-            found.rows["step"], found.rows["user data"] = (
-                str(run["step"]),
-                shown(decoded(run["user"])),
-            )
+            found.rows["step"] = str(run["step"])
+            found.rows["user data"] = shown(decoded(run["user"]))
             number = f"{len(layout['parameters'])} parameters in {len(layout['chunks'])} chunks"
             found.rows["commit"] = f"{layout['rule']}, {layout['states']}: {number}"
             found.rows["records"] = records

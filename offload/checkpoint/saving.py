@@ -28,13 +28,14 @@ import aio
 from cpu_adam.torch_state import plain_dtypes
 from offload.checkpoint.directory import (
     FORMAT,
+    RUN,
     decoded,
     encoded,
     random_state,
     read_run,
     set_random_state,
     whole_directory,
-    write_run,
+    write_checked,
 )
 from offload.checkpoint.schema import shown
 from offload.checkpoint.shards import (
@@ -122,7 +123,7 @@ def save(
         new = opened.enter_context(whole_directory(where))
         parts = parts_of(engine, model, optimizer, states, frozen)
         write_sets(new, sets, parts, f"saving to {where}", shard_bytes)
-        write_run(new, run)
+        write_checked(os.path.join(new, RUN), run)
 
 
 @entry

@@ -7,6 +7,7 @@ for a dict of any names. Nothing that a file says is used before it has passed.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -74,6 +75,12 @@ def flag(value: Any) -> bool:
 def text(value: Any) -> bool:
     """text"""
     return isinstance(value, str)
+
+
+def file_name(value: Any) -> bool:
+    """the name of a file beside it"""
+    plain = text(value) and len(value) < 256 and os.path.basename(value) == value
+    return plain and value not in ("", ".", "..")
 
 
 def accepted(expected: str, take: Callable[[Any], object]) -> Predicate:

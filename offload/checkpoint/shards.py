@@ -27,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 import aio
 from cpu_adam import crc32c
 from cpu_adam.formats import GROUP_ELEMENTS
-from offload.checkpoint.schema import Each, check, shown, text
+from offload.checkpoint.schema import Each, check, file_name, shown, text
 
 SHARD_BYTES = 5 << 30
 PART_ELEMENTS = 4 << 20
@@ -249,12 +249,6 @@ class _Place(NamedTuple):
     """None where the index has none."""
 
 
-def _file(value: Any) -> bool:
-    """the name of a file beside it"""
-    plain = text(value) and len(value) < 256 and os.path.basename(value) == value
-    return plain and value not in ("", ".", "..")
-
-
 def _checksum(value: Any) -> bool:
     """a checksum of eight hexadecimal digits"""
     return text(value) and re.fullmatch("[0-9a-f]{8}", value) is not None
@@ -296,7 +290,7 @@ class SetsReader:
         index = os.path.join(self._directory, f"{single}.index.json")
         found = read_json(index)
         files: Any = found.get("weight_map")
-        check(files, Each(text, _file), f"{index}: weight_map")
+        check(files, Each(text, file_name), f"{index}: weight_map")
         metadata = found.get("metadata")
         crcs: Any = metadata.get("crc32c", {}) if isinstance(metadata, dict) else {}
         check(crcs, Each(text, _checksum), f"{index}: crc32c")
