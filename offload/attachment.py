@@ -26,7 +26,7 @@ from offload.checkpoint.shards import Values
 from offload.config import Config, warn_user
 from offload.model.access import ParameterAccess
 from offload.model.checks import check_arguments, check_model
-from offload.model.engine import Engine, attached, engine_of, engines
+from offload.model.engine import Engine, NoCommits, attached, engine_of, engines
 from offload.model.hooks import Hooks
 from offload.model.parameter import AttachedParameter, OffloadedParameter
 from offload.model.units import FlatUnit, Group, count_change, make_plain, merged, partition
@@ -152,7 +152,7 @@ def _go_on(model: nn.Module, optimizer: Optimizer, directory: RunDirectory, conf
             detach(model)
         engine.close()
         raise
-    engine.commits, engine.runner.before_write = commits, commits.before_write
+    engine.commit_by(commits)
 
 
 @contextmanager
@@ -196,10 +196,10 @@ def detach(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer | None]:
     with engine.lock, torch.inference_mode(False):  # Steps of other threads come before or after.
         engine.settle()
         engine.snapshots.boundary()
-        if engine.commits is not None:
+        if engine.commits.durable:
             engine.commit()
             engine.commits.close()
-            engine.commits, engine.runner.before_write = None, lambda kind, unit: None
+            engine.commit_by(NoCommits())
         values = [
             (parameter, engine.values_of(unit.index, at), engine.gradients.read(unit.index, at))
             for unit in engine.units

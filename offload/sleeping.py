@@ -62,7 +62,7 @@ def sleep(model: nn.Module, tier: Literal["cpu", "nvme"] = "cpu") -> None:
     runner, residents = engine.runner, [engine.units[unit] for unit in engine.plan.residents]
     with engine.lock:  # A step of another thread's comes before, or finds it asleep.
         engine.settle()
-        if engine.commits is not None:
+        if engine.commits.durable:
             engine.commit()
         gradients = {
             parameter

@@ -21,6 +21,7 @@ import pytest
 import torch
 
 import offload
+from offload.model.engine import NoCommits
 from offload.planning import planner
 from offload.runtime.store import Store
 from tests.command import SHORT
@@ -260,7 +261,7 @@ def slow_drive(monkeypatch: pytest.MonkeyPatch) -> None:
 def killed_now(run: Run) -> None:
     """Nothing more is committed."""
     run.engine.commits.close()
-    run.engine.commits = None
+    run.engine.commits = NoCommits()
 
 
 def test_evaluation_closes_no_step(tmp_path: Path) -> None:

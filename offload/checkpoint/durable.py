@@ -62,6 +62,8 @@ the seconds of the last one have passed."""
 class Commits:
     """Commits the steps of an engine to its directory."""
 
+    durable = True
+
     def __init__(
         self,
         model: nn.Module,
@@ -164,7 +166,9 @@ class Commits:
     # -- from step to step -------------------------------------------------------------------------
 
     def forward_begins(self) -> None:
-        """A training forward begins: the step before it is closed."""
+        """A forward begins, or goes on: in training the step before it is closed."""
+        if not torch.is_grad_enabled():
+            return
         if self._restored is not None:
             (run, in_forward), self._restored = self._restored, None
             if in_forward:
@@ -185,7 +189,7 @@ class Commits:
                 self.close_step(forward=True)
 
     def _called(self, *_: Any) -> None:
-        if torch.is_grad_enabled() and not in_backward():
+        if not in_backward():
             self.forward_begins()
 
     def _due(self, step: int) -> bool:
@@ -257,10 +261,13 @@ class Commits:
             self._changed.add((kind, unit))
             self._edited = True
 
-    def edited(self) -> bool:
-        """Whether anything has changed since the last step was closed."""
+    def commit(self) -> None:
+        """Commit the last step, where anything has changed since one was closed."""
+        self.wait()
         new = self._engine.steps != self._closed
-        return new or self._edited or self._versions != self._seen()
+        if new or self._edited or self._versions != self._seen():
+            self.close_step()
+            self.wait()
 
     def loaded(self) -> None:
         """All values are those of another step, and so are the random numbers."""

@@ -171,8 +171,7 @@ def load(
             return found
 
         take_over(engine, model, optimizer, run, values)
-        if engine.commits is not None:
-            engine.commits.loaded()
+        engine.commits.loaded()
         if scheduler is not None and optimizer is not None:
             scheduler.load_state_dict(decoded(run["scheduler"]))
     return decoded(run["user"])

@@ -51,6 +51,22 @@ def engine_of(model: nn.Module) -> Engine:
     return attached[model]
 
 
+class NoCommits:
+    """Without `Config(durable=...)` in the place of `Commits` of `checkpoint.durable`, which stands
+    above: is told the same, and commits nothing."""
+
+    durable = False
+
+    def _nothing(self, *_: Any) -> None:
+        """Nothing comes of it."""
+
+    forward_begins = wait = updated = before_write = loaded = close = _nothing
+
+    def commit(self) -> None:
+        """Refuse to."""
+        raise ValueError("asked for a commit; found no Config(durable=...); try offload.save")
+
+
 class Engine:
     """Everything attached to one model. Every access to its values takes `lock`."""
 
@@ -85,8 +101,7 @@ class Engine:
         self._owner = threading.get_ident()
         """The thread that began the pass under way, or the last one."""
         self.steps = 0
-        self.commits: Any = None
-        """Of `checkpoint.durable`, which stands above; None without `Config(durable=...)`."""
+        self.commits: Any = NoCommits()
         self.user_state: Callable[[], Any] | None = None
         """Called when a step is committed; gives data of JSON, tuples and dicts of any keys, which
         the run that goes on finds in `resumed`."""
@@ -197,12 +212,8 @@ class Engine:
     def _open(self, verb: Verb) -> None:
         self._owner = threading.get_ident()
         if verb is Verb.FORWARD:
-            self._forward_begins()
-        self.passes.open(verb)
-
-    def _forward_begins(self) -> None:
-        if self.commits is not None and torch.is_grad_enabled():
             self.commits.forward_begins()
+        self.passes.open(verb)
 
     def enter_backward(self) -> int:
         """Open the backward pass at its first sign, and be called when it ends; its graph task."""
@@ -253,7 +264,7 @@ class Engine:
 
     def _begin_final(self) -> None:
         """Begin the updates of FINAL units that are at rest, see [Note: Early updates]."""
-        if self.commits is not None and self.early.final:
+        if self.early.final:
             self.commits.wait()
         for index in sorted(self.early.final):
             if self.plan.clips:
@@ -315,7 +326,7 @@ class Engine:
             self.active.release_held(task, but=unit)  # Their backward is over.
             self.early.require_open(unit.index, "a recompute")
         else:
-            self._forward_begins()  # The pass may have begun without gradients.
+            self.commits.forward_begins()  # The pass may have begun without gradients.
             if self.active.units:
                 unit.around.update(one.index for one in self.active.units if one.depth)
         self._use(unit)
@@ -404,8 +415,7 @@ class Engine:
 
     def step(self, step: Step) -> None:
         """Take one optimizer step over the parameters in `step`; returns before it is done."""
-        if self.commits is not None:
-            self.commits.wait()  # Ctrl-C here leaves the step to be taken.
+        self.commits.wait()  # Ctrl-C here leaves the step to be taken.
         self.end_pass(finished=False)
         self.residents.check(step)
         self.snapshots.boundary()
@@ -420,8 +430,7 @@ class Engine:
 
     def _begin_updates(self, step: Step) -> None:
         """Queue updates, and let nobody use what they change as if it stayed."""
-        if self.commits is not None:
-            self.commits.updated(step)
+        self.commits.updated(step)
         for unit in step:
             self.passes.invalidate(unit)
             count_change([self.units[unit].parameters[index] for index in step[unit]])
@@ -436,8 +445,7 @@ class Engine:
         with self.lock:
             self._require_step()
             self.updates.settle()
-            if self.commits is not None:
-                self.commits.wait()
+            self.commits.wait()
 
     @entry
     def _require_step(self) -> None:
@@ -469,28 +477,27 @@ class Engine:
         Raises:
             ValueError: the engine is not durable.
         """
-        if self.commits is None:
-            raise ValueError("asked for a commit; found no Config(durable=...); try offload.save")
         with self.lock:
             self._require_step()
             self.boundary()
-            self.commits.wait()
-            if self.commits.edited():
-                self.commits.close_step()
-                self.commits.wait()
+            self.commits.commit()
+
+    def commit_by(self, commits: Any) -> None:
+        """Let these commits be told of steps from now on."""
+        self.commits, self.runner.before_write = commits, commits.before_write
 
     def close(self) -> None:
         """Stop the lanes and free memory and files, after a commit of the last step where the
         engine is durable. The model keeps no values: see `detach`."""
-        commits = None if os.getpid() != self._pid else self.commits
+        mine = os.getpid() == self._pid
         try:
-            if commits is not None and self._usable():
+            if mine and self.commits.durable and self._usable():
                 self.commit()
         finally:
-            if commits is not None:
-                commits.close()
+            if mine:
+                self.commits.close()
             self._close()
-        if os.getpid() == self._pid:  # Else a child has nothing of it.
+        if mine:  # Else a child has nothing of it.
             self.gradients.forget_places()
             for unit in self.units:
                 unit.close()
