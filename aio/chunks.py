@@ -6,9 +6,9 @@ that, and of the one before it, so that an error tells what a read found instead
 does the transfers by itself (`native_chunks`; `Check` in src/chunks.h) counts in the same place.
 
 [Note: Two homes]
-The first chunks may have two places each, their homes. A write goes to the home that is not owned,
-however often, and a read finds what was written last. `own` gives other homes away: what they hold
-then stays, whatever happens, until it is called again.
+The first chunks may have two places each, their homes. A write goes to the home that is not
+protected, however often, and a read finds what was written last. `protect` names other homes: what
+they hold then stays, whatever happens, until it is called again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CHECK_BYTES = 8 << 20
 
 Bytes = npt.NDArray[np.uint8]
 
-_BEGUN, _ENDED, _STEP, _CRC, _EARLIER_STEP, _EARLIER_CRC, _HOME, _OWNED = range(8)
+_BEGUN, _ENDED, _STEP, _CRC, _EARLIER_STEP, _EARLIER_CRC, _HOME, _PROTECTED = range(8)
 
 NativeChunk = tuple[int, int, int, int, list[list[NativePart]]]
 """A chunk for compiled code: its number, start and bytes in the memory, the address of what is kept
@@ -56,8 +56,8 @@ class Chunks:
         sizes: bytes of each.
         crc: the checksum of bytes, continuing from that of the bytes before (CRC32C).
         name: of a chunk, for messages: "chunk 3 of ...".
-        twins: so many, from the first on, have two homes ([Note: Two homes]); the second ones lie
-            behind all chunks. The first homes are not owned.
+        two_homes: so many, from the first on, have two ([Note: Two homes]); the second ones lie
+            behind all chunks, and are protected at first.
     """
 
     def __init__(
@@ -66,16 +66,16 @@ class Chunks:
         sizes: Sequence[int],
         crc: Callable[[Bytes, int], int],
         name: Callable[[int], str],
-        twins: int = 0,
+        two_homes: int = 0,
     ) -> None:
         self.volume = volume
-        self.twins = twins
+        self.two_homes = two_homes
         self._offsets = np.cumsum([0, *sizes])
         self._crc, self._name = crc, name
         self._lock = threading.Lock()
         """Guards `_kept`, where no compiled code is at work."""
         self._kept = np.zeros((len(sizes), 8), np.int64)
-        self._kept[:twins, _OWNED] = 1
+        self._kept[:two_homes, _PROTECTED] = 1
         self._moved = np.zeros(2, np.int64)
         """Bytes that compiled code has read and written."""
         self.step = np.zeros(1, np.int64)
@@ -104,13 +104,13 @@ class Chunks:
         Raises:
             ValueError: one was never, or not completely, written.
         """
-        for number in range(self.twins):
+        for number in range(self.two_homes):
             self._readable(number)
-        return self._kept[: self.twins, [_HOME, _STEP, _CRC]]
+        return self._kept[: self.two_homes, [_HOME, _STEP, _CRC]]
 
-    def own(self, homes: Sequence[int] | npt.NDArray[np.int64]) -> None:
+    def protect(self, homes: Sequence[int] | npt.NDArray[np.int64]) -> None:
         """Let writes leave these homes alone from now on. None is under way."""
-        self._kept[: self.twins, _OWNED] = homes
+        self._kept[: self.two_homes, _PROTECTED] = homes
 
     def read(self, numbers: range, into: Bytes) -> None:
         """Fill `into` with chunks as last written; after an error its content is undefined.
@@ -148,7 +148,7 @@ class Chunks:
                     self._wait(ticket, number)
                 with self._lock:
                     kept = self._kept[number]
-                    kept[_STEP:_OWNED] = step, crc, *kept[_STEP:_EARLIER_STEP], home
+                    kept[_STEP:_PROTECTED] = step, crc, *kept[_STEP:_EARLIER_STEP], home
                     kept[_ENDED] = kept[_BEGUN]
 
     @contextmanager
@@ -180,8 +180,8 @@ class Chunks:
 
     def _home(self, number: int, *, writing: bool) -> int:
         """That which a write goes to, or a read comes from."""
-        home, owned = map(int, self._kept[number, _HOME:])
-        return home if not writing or number >= self.twins else 1 - owned
+        home, protected = map(int, self._kept[number, _HOME:])
+        return home if not writing or number >= self.two_homes else 1 - protected
 
     def _place(self, number: int, home: int) -> int:
         """Where in the volume a home of a chunk starts."""
@@ -198,7 +198,7 @@ class Chunks:
         found = []
         for number in numbers:
             size, start = self._size(number), int(self._offsets[number] - self._offsets[numbers[0]])
-            places = [self._place(number, home) for home in range(1 + (number < self.twins))]
+            places = [self._place(number, home) for home in range(1 + (number < self.two_homes))]
             parts = [self.volume.native_parts(place, size) for place in places]
             found.append((number, start, size, self._kept[number].ctypes.data, parts))
         return found

@@ -43,7 +43,7 @@ NativePart: TypeAlias = tuple[int, int, int, int, int, int]
 Openers: TypeAlias = Callable[[], Backend] | Sequence[Callable[[], Backend]]
 
 
-class Run(NamedTuple):
+class Extent(NamedTuple):
     """Bytes [start, stop) of a transfer, which lie from `offset` on in the file of `drive`."""
 
     drive: int
@@ -68,31 +68,31 @@ class Stripes:
         before = tuple(self.pattern[:at].count(drive) for at, drive in enumerate(self.pattern))
         object.__setattr__(self, "_before", before)
 
-    def runs(self, offset: int, length: int) -> Iterator[Run]:
+    def extents(self, offset: int, length: int) -> Iterator[Extent]:
         """The stretches of `length` bytes from `offset` on, in order, as long as can be."""
-        run: Run | None = None
+        extent: Extent | None = None
         at = offset
         while at < offset + length:
             unit, within = divmod(at, self.unit_bytes)
             stop = min(offset + length, at - within + self.unit_bytes)
             turn, place = divmod(unit, len(self.pattern))
             drive = self.pattern[place]
-            if run and run.drive == drive:
-                run = run._replace(stop=stop - offset)
+            if extent and extent.drive == drive:
+                extent = extent._replace(stop=stop - offset)
             else:
-                if run is not None:
-                    yield run
+                if extent is not None:
+                    yield extent
                 units = turn * self.pattern.count(drive) + self._before[place]
-                run = Run(drive, units * self.unit_bytes + within, at - offset, stop - offset)
+                extent = Extent(drive, units * self.unit_bytes + within, at - offset, stop - offset)
             at = stop
-        if run is not None:
-            yield run
+        if extent is not None:
+            yield extent
 
     def bytes_on(self, drive: int, bytes: int) -> int:
         """How many of the first `bytes` of the volume lie on `drive`."""
         turns, rest = divmod(bytes, len(self.pattern) * self.unit_bytes)
         whole = turns * self.pattern.count(drive) * self.unit_bytes
-        return whole + sum(r.stop - r.start for r in self.runs(0, rest) if r.drive == drive)
+        return whole + sum(r.stop - r.start for r in self.extents(0, rest) if r.drive == drive)
 
 
 def stripes(weights: Sequence[float], unit_bytes: int = UNIT_BYTES) -> Stripes:
@@ -202,7 +202,7 @@ class Volume(Region):
     def native_parts(self, offset: int, length: int) -> list[NativePart]:
         """Where bytes lie, for another extension that talks to the engines."""
         parts = []
-        for drive, at, start, stop in self.stripes.runs(offset, length):
+        for drive, at, start, stop in self.stripes.extents(offset, length):
             file, backend = self.files[drive], cast("NativeBackend", self._backends[drive])
             align = file.offset_align_bytes
             parts.append((backend.address(), file.fd, align, start, stop - start, at))
@@ -210,7 +210,7 @@ class Volume(Region):
 
     def path_of(self, offset: int, length: int) -> str:
         """The files that hold `length` bytes from `offset` on, for messages."""
-        drives = {run.drive for run in self.stripes.runs(offset, length)}
+        drives = {extent.drive for extent in self.stripes.extents(offset, length)}
         return _listed(self.files[drive].path for drive in sorted(drives))
 
     def flush(self) -> None:
@@ -239,7 +239,7 @@ class Volume(Region):
     def _start(self, writing: bool, parts: Sequence[Part]) -> Ticket:
         shares: dict[int, list[Part]] = {}
         for view, offset in parts:
-            for drive, at, start, stop in self.stripes.runs(offset, view.nbytes):
+            for drive, at, start, stop in self.stripes.extents(offset, view.nbytes):
                 shares.setdefault(drive, []).append(Part(view[start:stop], at))
         tickets: list[Ticket] = []
         try:

@@ -134,7 +134,7 @@ def attach(
             directory = RunDirectory(config.durable, resume=config.resume)
             failed.enter_context(closing(directory))
         how = budget, initialize or methodcaller("reset_parameters"), read, directory
-        made = _Attaching(model, optimizer, config, groups, placed, device, *how).run(pace)
+        made = _Attaching(model, optimizer, config, groups, placed, device, *how).attach(pace)
         if directory is not None and made[1] is not None:
             _go_on(model, made[1], directory, config)
         failed.pop_all()
@@ -318,7 +318,7 @@ class _Attaching:
         self._replaced: dict[nn.Parameter, nn.Parameter] = {}
         """By the new parameter, the one on the meta device in whose place it is."""
 
-    def run(self, pace: Pace | None) -> tuple[nn.Module, Optimizer | None]:
+    def attach(self, pace: Pace | None) -> tuple[nn.Module, Optimizer | None]:
         """Take the memory and the file, move everything, hook the model."""
         runner = self._take(pace)
         try:
@@ -540,8 +540,8 @@ class _Attaching:
 def exchange(model: nn.Module, others: Mapping[nn.Parameter, nn.Parameter]) -> None:
     """Put other parameters where a model has these."""
     for module in model.modules() if others else ():
-        own = module.named_parameters(recurse=False, remove_duplicate=False)
-        for name, parameter in list(own):
+        found = module.named_parameters(recurse=False, remove_duplicate=False)
+        for name, parameter in list(found):
             if parameter in others:
                 setattr(module, name, others[parameter])
 

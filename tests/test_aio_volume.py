@@ -37,10 +37,10 @@ def test_every_byte_has_one_place_and_drives_have_no_gaps(weights, unit, blocks)
     size = blocks * BLOCK
     end = Counter()
     at = 0
-    for run in found.runs(0, size):
-        assert (run.start, run.offset) == (at, end[run.drive])
-        end[run.drive] += run.stop - run.start
-        at = run.stop
+    for extent in found.extents(0, size):
+        assert (extent.start, extent.offset) == (at, end[extent.drive])
+        end[extent.drive] += extent.stop - extent.start
+        at = extent.stop
     assert at == size
     assert [end[d] for d in range(len(weights))] == [
         found.bytes_on(d, size) for d in range(len(weights))
@@ -52,12 +52,12 @@ def test_any_stretch_lies_where_its_blocks_lie(weights, unit, data):
     found = aio.stripes(weights, unit)
     start, count = data.draw(st.integers(0, 300)), data.draw(st.integers(1, 60))
     places = []
-    for run in found.runs(start * BLOCK, count * BLOCK):
-        inside = range(run.offset, run.offset + run.stop - run.start, BLOCK)
-        places += [(run.drive, offset) for offset in inside]
-    alone = [next(found.runs((start + n) * BLOCK, BLOCK)) for n in range(count)]
-    assert places == [(run.drive, run.offset) for run in alone]
-    drives = [run.drive for run in found.runs(start * BLOCK, count * BLOCK)]
+    for extent in found.extents(start * BLOCK, count * BLOCK):
+        inside = range(extent.offset, extent.offset + extent.stop - extent.start, BLOCK)
+        places += [(extent.drive, offset) for offset in inside]
+    alone = [next(found.extents((start + n) * BLOCK, BLOCK)) for n in range(count)]
+    assert places == [(extent.drive, extent.offset) for extent in alone]
+    drives = [extent.drive for extent in found.extents(start * BLOCK, count * BLOCK)]
     assert all(one != two for one, two in itertools.pairwise(drives))
 
 
@@ -159,7 +159,7 @@ def test_several_real_directories(tmp_path):
         np.testing.assert_array_equal(data, back)
         found = aligned(size // 2)
         volume.files[1].read_into(found, 0).wait()
-        places = [next(volume.stripes.runs(at, BLOCK)).drive for at in range(0, size, BLOCK)]
+        places = [next(volume.stripes.extents(at, BLOCK)).drive for at in range(0, size, BLOCK)]
         mine = data.reshape(-1, BLOCK)[np.array(places) == 1]
         np.testing.assert_array_equal(found, mine.reshape(-1))
         assert str(folders[0]) in volume.path_of(0, size)
@@ -194,7 +194,7 @@ def test_one_directory_is_a_file(tmp_path):
         ticket = volume.write_from(aligned(8 << 20), 0)
         assert not isinstance(ticket, aio.JointTicket)
         ticket.wait()
-        assert list(volume.stripes.runs(4096, 5 << 20)) == [(0, 4096, 0, 5 << 20)]
+        assert list(volume.stripes.extents(4096, 5 << 20)) == [(0, 4096, 0, 5 << 20)]
 
 
 def test_a_volume_smaller_than_its_units():

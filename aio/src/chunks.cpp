@@ -16,7 +16,7 @@ ChunkFlight::ChunkFlight(const ChunkTransfer& transfer, int slot)
     for (const Chunk& chunk : transfer.chunks) {
         const Check& check = *chunk.check;
         const bool other = transfer.writing && chunk.homes.size() > 1;
-        homes_.push_back(other ? 1 - check.owned : check.home);
+        homes_.push_back(other ? 1 - check.protected_home : check.home);
         parts_open_.push_back(chunk.homes[size_t(homes_.back())].size());
         crcs_.push_back(chunk.check->crc);
     }

@@ -14,7 +14,7 @@ namespace aio {
 
 // What is kept of a chunk, in memory that Python reads, too.
 struct Check {
-    int64_t begun, ended, step, crc, earlier_step, earlier_crc, home, owned;
+    int64_t begun, ended, step, crc, earlier_step, earlier_crc, home, protected_home;
 };
 
 // Bytes moved so far; likewise.

@@ -201,13 +201,15 @@ class CommitReader:
         home, _, crc = self._commit["homes"][number]
         content = host_tensor(size)
         whole = memoryview(content.numpy())  # type: ignore[arg-type]
-        for run in self._stripes.runs(offset + home * self._layout["second"], size):
-            at = run.start
-            while at < run.stop:
-                part = whole[at : run.stop]
-                count = os.preadv(self._fds[run.drive], [part], run.offset + at - run.start)
+        for extent in self._stripes.extents(offset + home * self._layout["second"], size):
+            at = extent.start
+            while at < extent.stop:
+                part = whole[at : extent.stop]
+                count = os.preadv(
+                    self._fds[extent.drive], [part], extent.offset + at - extent.start
+                )
                 if not count:
-                    raise OSError(errno.EIO, "the file is cut short", self._paths[run.drive])
+                    raise OSError(errno.EIO, "the file is cut short", self._paths[extent.drive])
                 at += count
         if (found := crc32c(content.numpy(), 0)) != crc:
             raise OSError(

@@ -180,7 +180,7 @@ class RunDirectory:
         os.replace(new, self._at(COMMIT))
         flush(self.path)
         self.commit, self._sure = commit, True
-        store.chunks.own(homes[:, 0])
+        store.chunks.protect(homes[:, 0])
         if before != self._layout_name:
             stays = stays[:1]
             with contextlib.suppress(FileNotFoundError):

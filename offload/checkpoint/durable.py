@@ -10,7 +10,7 @@ are torch's own, and nobody is asked before an edit: where one has changed while
 ([Note: Residents] of `model.resident`; a version counter tells), nothing is committed, and the next
 commit is not left to a thread.
 
-What lives on nvme is written by its update, to the home that the last commit does not own.
+What lives on nvme is written by its update, to the home that the last commit does not name.
 """
 
 from __future__ import annotations

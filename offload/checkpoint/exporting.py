@@ -53,8 +53,8 @@ def export(
     """
     refuse_inside("offload.export()")
     engine, where = engine_of(model), os.fspath(folder)
-    own = getattr(type(model), "save_pretrained", None)
-    if own is None:
+    write_rest = getattr(type(model), "save_pretrained", None)
+    if write_rest is None:
         raise TypeError(
             f"asked to export a {type(model).__name__}; found no save_pretrained in its class, as "
             "those of transformers and PEFT have one; try offload.save, or state_dict()"
@@ -70,7 +70,7 @@ def export(
         if taken:
             shutil.rmtree(os.path.join(where, STAGED), ignore_errors=True)
         with whole_directory(os.path.join(where, STAGED) if taken else where) as new:
-            own(model, new, state_dict=values, **options)
+            write_rest(model, new, state_dict=values, **options)
             if not adapters:
                 _write(engine, model, new, f"exporting to {where}", shard_bytes)
         if taken:

@@ -94,13 +94,13 @@ class Store:
         self._layout, self._kept = layout, kept
         self._pid = os.getpid()
         sizes = [*itertools.chain(*layout.values())]
-        twins = sum(map(len, twice.values()))
+        two_homes = sum(map(len, twice.values()))
         starts = itertools.accumulate(map(len, layout.values()), initial=0)
         self._first: dict[tuple[Kind, str], int] = dict(zip(layout, starts))
         """By value, the number of its first chunk."""
         self.volume = aio.create_volume(
             directories,
-            sum(sizes) + sum(sizes[:twins]),
+            sum(sizes) + sum(sizes[:two_homes]),
             [partial(_backend_for, speed, depth, io) for speed in speeds]
             or partial(_backend_for, None, depth, io),
             unit_bytes=unit_bytes,
@@ -108,9 +108,9 @@ class Store:
             name=kept and kept.name,
             there=kept is not None and kept.homes is not None,
         )
-        self.chunks = aio.Chunks(self.volume, sizes, crc32c, self._name_of, twins)
+        self.chunks = aio.Chunks(self.volume, sizes, crc32c, self._name_of, two_homes)
         if kept is not None and kept.homes is not None:
-            self.chunks.own(kept.homes)
+            self.chunks.protect(kept.homes)
 
     def _name_of(self, number: int) -> str:
         key, first = next(one for one in reversed(self._first.items()) if one[1] <= number)
