@@ -68,7 +68,6 @@ class Config:
 
     max_grad_norm: float | None = None
     """Clip the gradient to this 2-norm, over all parameters, in step(). Default: no clipping.
-
     Its squares are summed as it comes, in the last backward of a step."""
 
     micro_batches: int | None = None

@@ -336,3 +336,5 @@ def test_help_shows_what_a_number_is(capsys, monkeypatch):
     assert "--micro-batches INT" in told
     assert "--max-grad-norm FLOAT" in told
     assert "{None}" not in told
+    assert run("convert", "--help") == 0
+    assert "[--dtype {bfloat16,float32}]" in capsys.readouterr().out

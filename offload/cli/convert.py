@@ -14,10 +14,10 @@ from offload.cli.flags import parse_flags
 
 _Source = tyro.conf.arg(metavar="SRC", help_behavior_hint="", help="The checkpoint, a directory.")
 _Target = tyro.conf.arg(
-    metavar="DST",
-    help_behavior_hint="",
-    help="A new directory; or, to a save, that of an earlier save, which it replaces.",
+    metavar="DST", help_behavior_hint="", help="A new directory; a save may replace an earlier one."
 )
+
+_Dtype = tyro.conf.arg(metavar="{bfloat16,float32}", help_behavior_hint="")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,9 +34,9 @@ class Convert:
     to: Literal["save", "huggingface"] = "save"
     """What is written: what offload.load reads, or weights alone as transformers reads them."""
 
-    dtype: Literal["bfloat16", "float32"] | None = None
-    """Of the parameters; None: as they are, those of DeepSpeed as they were trained. A master is
-    kept to the bit in both."""
+    dtype: Annotated[Literal["bfloat16", "float32"] | None, _Dtype] = None
+    """Of the parameters, which keep their master to the bit in both. Default: as they are, those of
+    DeepSpeed as they were trained."""
 
 
 _NEXT = {
