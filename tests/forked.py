@@ -65,6 +65,7 @@ def fork(program: Callable[[], object], files: tuple[int, int, int], **streams: 
     if pid:
         return pid
     status: Any = 1
+    kept = sys.stdin, sys.stdout, sys.stderr  # In a fork of a fork their ends would close files.
     try:
         for number, file in enumerate(files):
             os.dup2(file, number)
@@ -83,6 +84,7 @@ def fork(program: Callable[[], object], files: tuple[int, int, int], **streams: 
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
+        assert kept
         os._exit(status or 0)
 
 

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import gc
-import hashlib
 import json
-import os
-import random
 import shutil
 import subprocess
 import sys
 import threading
 import time
 import weakref
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +33,6 @@ from tests.training import (
     frozen,
     plain,
     result_of,
-    some_fast,
 )
 
 CPU, NVME = ("cpu", "cpu", "cpu"), ("nvme", "nvme", "nvme")
@@ -93,86 +88,6 @@ def test_a_run_goes_on_from_what_was_committed(
         go_on(run)
         steps(run, 3)
         assert_same(result_of(run), expected)
-
-
-TOTAL = 8
-"""Steps of the runs that are killed."""
-
-
-def ends(placement: Any, directory: Path, options: dict[str, Any]) -> str:
-    """Train from wherever the directory is to the end; a hash of what came out."""
-    print("attaches", 0, flush=True)
-    with durable(placement, directory, build=buffered, **options) as run:
-        if run.engine.resumed is None:
-            torch.manual_seed(2)
-        go_on(run)
-        print("at", run.engine.steps, flush=True)
-        while run.engine.steps < TOTAL:
-            steps(run, 1)
-            print("stepped", run.engine.steps, flush=True)
-        found = result_of(run)
-    every = [
-        *found.weights.values(),
-        *(x for state in found.states.values() for x in state.values()),
-    ]
-    digest = hashlib.sha256(str(found.losses).encode())
-    for one in every:
-        digest.update(one.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
-_CHILD = """
-import sys
-import torch
-from pathlib import Path
-from tests.test_durable import PLACES, ends
-torch.set_num_threads(1)  # As in the tests.
-print("hash", ends(eval(sys.argv[2]), Path(sys.argv[1]), eval(sys.argv[3])), flush=True)
-"""
-
-
-@cache
-def never_killed(options: str, directory: Path) -> str:
-    return ends(CPU, directory, eval(options))
-
-
-def killed(command: list[str], draw: random.Random, stood: int) -> tuple[int, list[str]]:
-    """Run a child, and kill it: as it attaches, or some steps later. The step after which it stood,
-    if it was not before `stood` already, and the hash that it told if it came to its end."""
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None
-        stop, told = stood + draw.randrange(-1, 5), dict[str, str]()
-        for line in child.stdout:
-            if not line.endswith("\n"):
-                break  # It was killed in the middle of it.
-            what, found = line.split()
-            told[what] = found
-            assert what != "at" or int(found) >= stood - 1, "more than the last step was lost"
-            if (what == "attaches" and stop < stood) or (what == "stepped" and int(found) >= stop):
-                time.sleep(draw.random() * (0.03 if what == "stepped" else 0.3))
-                child.kill()
-        return max(stood, int(told.get("stepped", 0))), [told["hash"]] if "hash" in told else []
-
-
-RUNS = int(os.environ.get("DURABLE_RUNS", "10"))
-"""How many runs are killed, each some times."""
-
-
-@pytest.mark.parametrize("seed", some_fast(range(RUNS)))
-def test_a_killed_run_ends_as_one_that_was_never_killed(
-    seed: int, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    draw = random.Random(seed)
-    options = repr(draw.choice([{}, {"micro_batches": 1}, {"max_grad_norm": 0.1}]))
-    stood, hashes, kills = 0, list[str](), 0
-    while not hashes:
-        placement = repr(draw.choice(PLACES))
-        command = [sys.executable, "-c", _CHILD, str(tmp_path), placement, options]
-        stood, hashes = killed(command, draw, stood)
-        kills += not hashes
-    assert hashes == [never_killed(options, tmp_path_factory.mktemp("whole"))]
-    with open(tmp_path.parent / "kills", "a", encoding="utf-8") as file:
-        file.write(f"{kills}\n")
 
 
 # -- what a step is --------------------------------------------------------------------------------
