@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _ADVICE = {
     errno.ENOSPC: (
@@ -54,7 +56,7 @@ _NO_ADVICE = (
 )
 
 SHORTENED = (
-    "something else has shortened it",
+    "something else has changed it",
     "keep other programs, and other parts of this one, away from it",
 )
 """Likely cause, and what to try, where a file ends too early."""
@@ -95,3 +97,14 @@ def os_error(
         found += f" ({free} bytes are free)"
     cause, attempt = _ADVICE.get(code, _NO_ADVICE) if why is None else why
     return OSError(code, f"{asked} failed: {found}; likely {cause}; {attempt}", path)
+
+
+@contextmanager
+def naming(asked: str, path: str) -> Iterator[None]:
+    """What the system refuses in this context is told as `os_error` does: a `flush` of `path`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:  # Somebody's own words.
+            raise
+        raise os_error(error.errno, asked, path) from error

@@ -72,6 +72,7 @@ def open_file(path: str | os.PathLike[str], bytes: int, backend: Backend) -> Fil
             if os.fstat(fd).st_size != size:
                 raise OSError(errno.EIO, f"it has {os.fstat(fd).st_size} bytes")
             align, notice = turn_direct_on(io, fd, writing=False)
+            notice = _join(os.path.dirname(path), None, notice, False)
         except BaseException:
             io.close(fd)
             raise

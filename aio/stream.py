@@ -16,7 +16,7 @@ from collections import OrderedDict
 import numpy as np
 import numpy.typing as npt
 
-from aio.errors import os_error
+from aio.errors import naming, os_error
 from aio.file import Backend, File
 from aio.scratch import create_file, turn_direct_on
 from aio.system import ALIGN_BYTES
@@ -82,8 +82,9 @@ class Writer:
                     self._send(number, -(-filled // ALIGN_BYTES) * ALIGN_BYTES)
                 for at in range(BLOCKS):
                     self._wait(at)
-                self._io.truncate(self._file.fd, self._size)
-                self._io.sync(self._file.fd)
+                with naming("flush", self.path):
+                    self._io.truncate(self._file.fd, self._size)
+                    self._io.sync(self._file.fd)
         finally:
             wait_all(one for one in self._tickets if one is not None)
             self._file.close()

@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 
-from aio.errors import os_error
+from aio.errors import naming, os_error
 from aio.file import Backend, Counters, File
 from aio.region import Region
 from aio.scratch import create_file, create_scratch, open_file
@@ -220,7 +220,8 @@ class Volume(Region):
             OSError: a drive failed.
         """
         for file, backend in zip(self.files, self._backends):
-            backend.io.sync(file.fd)
+            with naming("flush", file.path):
+                backend.io.sync(file.fd)
 
     def close(self) -> None:
         """See Region.close. The backends are closed too; every drive is, if one fails."""

@@ -30,6 +30,7 @@ import safetensors.torch
 from psutil import pid_exists
 
 import aio
+from aio.errors import naming
 from cpu_adam import crc32c
 from offload.checkpoint.commit_reader import (
     COMMIT,
@@ -134,7 +135,8 @@ class RunDirectory:
             homes = [home for home, _, _ in self.commit["homes"]]
         else:
             layout["name"] = name = f"offload-{secrets.token_hex(4)}"
-            self._layout_name = f"layout-{_next(_LAYOUT_FILE, self._layout_name)}.json"
+            last = max(_number(_LAYOUT_FILE, name) for name in os.listdir(self.path))
+            self._layout_name = f"layout-{1 + last}.json"
             write_checked(self._at(self._layout_name), layout)
         kept = Kept(durable_values(plan), name, homes, self.close)
         store = Store(folders, plan.file, speeds=speeds, kept=kept)
@@ -163,7 +165,7 @@ class RunDirectory:
         commit |= {"buffers": None, "forward": forward, "run": run}
         kept = self.commit and self.commit["buffers"]
         if buffers:  # Never those that a commit names: one step may be committed twice.
-            name = f"buffers-{_next(_BUFFERS, kept[0] if kept else '')}.safetensors"
+            name = f"buffers-{1 + _number(_BUFFERS, kept[0] if kept else '')}.safetensors"
             content = safetensors.torch.save(dict(buffers))
             commit["buffers"] = [name, crc32c(np.frombuffer(content, np.uint8), 0)]
             write_file(self._at(name), content)
@@ -199,11 +201,12 @@ class RunDirectory:
             path = self._at(name)
             if not _LAYOUT_FILE.fullmatch(name) or name == committed:
                 continue
-            with contextlib.suppress(OSError, ValueError):
-                for file in record_files(self.path, read_layout(path)):
-                    with contextlib.suppress(FileNotFoundError):
-                        os.unlink(file)
-            os.unlink(path)
+            with contextlib.suppress(OSError):  # As long as it is there, it is tried again.
+                with contextlib.suppress(ValueError):
+                    for file in record_files(self.path, read_layout(path)):
+                        with contextlib.suppress(FileNotFoundError):
+                            os.unlink(file)
+                os.unlink(path)
 
     def close(self) -> None:
         """Let others own it; what was begun and not committed is deleted."""
@@ -264,10 +267,10 @@ def layout_of(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _next(pattern: re.Pattern[str], name: str) -> int:
-    """The number after that of a file; 1 after another one."""
+def _number(pattern: re.Pattern[str], name: str) -> int:
+    """The number in the name of a file; 0 of another one."""
     found = pattern.fullmatch(name)
-    return 1 + int(found[1]) if found else 1
+    return int(found[1]) if found else 0
 
 
 def _refuse_unsafe(path: str) -> None:
@@ -304,8 +307,9 @@ def _owned(path: str) -> int:
                 if lives or time.monotonic() > until:
                     raise
                 time.sleep(0.1)
-        os.truncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()} {socket.gethostname()}".encode(), 0)
+        with naming("write", path):
+            os.truncate(fd, 0)
+            os.pwrite(fd, f"{os.getpid()} {socket.gethostname()}".encode(), 0)
     except BaseException as error:
         os.close(fd)
         if not isinstance(error, BlockingIOError):

@@ -18,6 +18,7 @@ import numpy as np
 import psutil
 import torch
 
+from aio.errors import naming
 from cpu_adam import crc32c
 from offload.checkpoint.schema import Each, accepted, check, count, flag, shown, text
 from offload.checkpoint.shards import NAMES, read_json, write_file
@@ -26,6 +27,8 @@ RUN = "run.json"
 FORMAT = 1
 
 _AT_FDCWD, _EXCHANGE = -100, 2
+_NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM)
+"""Of kernels, file systems and seccomp filters that have no such call."""
 
 
 @contextmanager
@@ -73,7 +76,8 @@ def flush(directory: str) -> None:
     """Return when the names in a directory are on the drive."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(fd)
+        with naming("flush", directory):
+            os.fsync(fd)
     finally:
         os.close(fd)
 
@@ -82,11 +86,18 @@ def _exchange(new: str, old: str) -> None:
     """Let two directories change names at once; where the file system cannot, one by one."""
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     names = [os.fsencode(one) for one in (new, old)]
-    if call is not None and not call(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _EXCHANGE):
-        return
+    if call is not None:
+        if not call(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _EXCHANGE):
+            return
+        if (code := ctypes.get_errno()) not in _NO_EXCHANGE:
+            raise OSError(code, os.strerror(code), new, None, old)
     aside = new + ".old"
     os.rename(old, aside)
-    os.rename(new, old)
+    try:
+        os.rename(new, old)
+    except OSError:
+        os.rename(aside, old)
+        raise
     os.rename(aside, new)
 
 

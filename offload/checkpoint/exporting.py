@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from aio.errors import naming
 from offload.checkpoint.directory import whole_directory
 from offload.checkpoint.saving import buffers_of, parts_of, sets_of, settle, write_sets
 from offload.checkpoint.shards import SHARD_BYTES, WEIGHTS
@@ -38,7 +39,8 @@ def export(
 
     While a model is attached, its `save_pretrained(folder)` is this function. Of one with adapters
     of PEFT these alone are read and written. Into a folder that has files the new ones are moved
-    when all are written: a kill in that moment leaves it without weights, never with a mixture.
+    when all are written: a kill or a failing drive in that moment leaves it without weights, never
+    with a mixture.
 
     Args:
         model: attached, of a class that has `save_pretrained`.
@@ -49,7 +51,7 @@ def export(
     Raises:
         ValueError: the model is not attached.
         TypeError: it is none of Hugging Face, or there are options of what is not written.
-        OSError: a file could not be written; what was there is as it was.
+        OSError: a file could not be written; but for what is said above all is as it was.
     """
     refuse_inside("offload.export()")
     engine, where = engine_of(model), os.fspath(folder)
@@ -70,7 +72,8 @@ def export(
         if taken:
             shutil.rmtree(os.path.join(where, STAGED), ignore_errors=True)
         with whole_directory(os.path.join(where, STAGED) if taken else where) as new:
-            write_rest(model, new, state_dict=values, **options)
+            with naming("write of configs or adapters", new):
+                write_rest(model, new, state_dict=values, **options)
             if not adapters:
                 _write(engine, model, new, f"exporting to {where}", shard_bytes)
         if taken:

@@ -25,6 +25,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 import aio
+from aio.errors import naming
 from cpu_adam import crc32c
 from cpu_adam.formats import GROUP_ELEMENTS
 from offload.checkpoint.schema import Each, check, file_name, shown, text
@@ -400,7 +401,7 @@ def write_file(path: str, content: bytes) -> None:
     """A new file, flushed to the drive; one that was left there by another process goes."""
     with suppress(FileNotFoundError):
         os.unlink(path)
-    with open(path, "xb", opener=_private) as file:
+    with naming("write", path), open(path, "xb", opener=_private) as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
