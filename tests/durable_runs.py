@@ -155,6 +155,16 @@ def from_save(placement: Any, path: Path, loop: Loop) -> None:
         offload.save(run.model, run.optimizer, path / "save")
 
 
+def started(program: Callable[[], object]) -> Forked:
+    """A fork that runs it. There torch makes its pool of threads anew, which one thread may."""
+
+    def alone() -> object:
+        torch.set_num_threads(1)
+        return program()
+
+    return Forked(alone)
+
+
 def lines(child: Forked) -> Iterator[list[str]]:
     """What it tells, line by line, but for one in whose middle it was killed."""
     for line in child.stdout:
@@ -179,7 +189,7 @@ def whole(loop: Loop) -> Whole:
 
 def told_by(program: Callable[[], object]) -> list[list[str]]:
     """What a program tells that ends well."""
-    child = Forked(program)
+    child = started(program)
     told = [*lines(child)]
     _, errors = child.communicate()
     assert errors == "", errors

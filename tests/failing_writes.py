@@ -32,12 +32,12 @@ from tests.durable_runs import (
     digest_of_save,
     lines,
     program,
+    started,
     told_by,
     trains,
     whole,
     wide,
 )
-from tests.forked import Forked
 from tests.test_durable import CPU, NVME
 from tests.training import RESIDENT, attached, config_of
 
@@ -225,7 +225,7 @@ def one_call(run: Any, number: int, case: int, path: Path) -> str | None:
     """Let the calls fail from one on; what was told. None where there are fewer calls."""
     error, half = ERRORS[case % len(ERRORS)], case // len(ERRORS) % 2
     act, where, check = run.prepare(path)
-    child = Forked(partial(broken, act, where, number, error, half))
+    child = started(partial(broken, act, where, number, error, half))
     found = [*lines(child)]
     _, errors = child.communicate()
     assert child.returncode != -signal.SIGALRM, f"it hangs: {errors}"

@@ -30,7 +30,7 @@ import safetensors.torch
 from psutil import pid_exists
 
 import aio
-from aio.errors import naming
+from aio.errors import SHORTENED, naming, os_error
 from cpu_adam import crc32c
 from offload.checkpoint.commit_reader import (
     COMMIT,
@@ -159,6 +159,7 @@ class RunDirectory:
             OSError: something could not be written; the commit before is as it was.
         """
         assert self._lock >= 0, "it may be another's by now"
+        self._refuse_lost(store)
         store.volume.flush()
         homes = store.chunks.homes()
         commit = {"format": FORMAT, "layout": self._layout_name, "homes": homes.tolist()}
@@ -191,6 +192,17 @@ class RunDirectory:
         for name in os.listdir(self.path):
             if _BUFFERS.fullmatch(name) and name not in [one[0] for one in stays if one]:
                 os.unlink(self._at(name))
+
+    def _refuse_lost(self, store: Store) -> None:
+        """Raise OSError where a file that the commit names is no more what it was."""
+        os.stat(self._at(self._layout_name))
+        for file in store.volume.files:
+            found, path = os.fstat(file.fd), file.path
+            if not found.st_nlink:
+                raise os_error(errno.ENOENT, "commit", path, found="it was deleted", why=SHORTENED)
+            if found.st_size != file.bytes:
+                told = f"it has {found.st_size} bytes, not {file.bytes}"
+                raise os_error(errno.EIO, "commit", path, found=told, why=SHORTENED)
 
     def _forget_others(self) -> None:
         """Delete the record files of every layout but the commit's, unless that is uncertain."""
