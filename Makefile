@@ -7,7 +7,7 @@ MODELS := $(VENV)/.models
 NATIVE := CMakeLists.txt $(wildcard cpu_adam/src/* aio/src/* offload/runtime/src/* native/*)
 
 # Tests keep their bytecode, whatever the shell says: each of their processes would compile it again.
-test test-slow parity acceptance: export PYTHONDONTWRITEBYTECODE :=
+test test-slow ranks parity acceptance: export PYTHONDONTWRITEBYTECODE :=
 
 # Processes that the fast tests are handed to: one more than processors, as many tests wait for a
 # drive, a thread or another process.
@@ -17,12 +17,13 @@ WORKERS ?= $(shell $(PYTHON) -c 'import os; print(len(os.sched_getaffinity(0)) +
 ACCEPTANCE := $(addprefix tests/test_,contract.py exact.py loops.py hf_loops.py trainers.py parity.py \
 	minilm.py compile.py modes.py budgets.py sleep.py process.py without_compiler.py)
 
-.PHONY: help train test test-slow parity acceptance check sanitize wheel clean
+.PHONY: help ranks train test test-slow parity acceptance check sanitize wheel clean
 
 help:
 	@echo "make train      train a small GPT on real text (about two minutes on two cores)"
 	@echo "make test       the fast tests (about a minute on two cores)"
 	@echo "make test-slow  the slow tests, and many examples of those that make their own"
+	@echo "make ranks      one to four ranks against one process (about three minutes)"
 	@echo "make parity     models x placements x loops, and docs/parity.md (about ten minutes)"
 	@echo "make acceptance what must stay true through any change, both tiers (about half an hour)"
 	@echo "make check      ruff, mypy, sizes and layering"
@@ -39,6 +40,9 @@ test: $(READY) $(MODELS)
 test-slow: $(READY) $(MODELS) $(VENV)/.minilm
 	$(BIN)/python -m pytest -m slow --timeout 1800 $(ARGS)
 	$(BIN)/python -m pytest -m "hypothesis and not slow" --hypothesis-profile many --timeout 1800
+
+ranks: $(READY) $(MODELS)
+	$(BIN)/python -m pytest -m "slow or not slow" --timeout 120 tests/test_ranks.py tests/test_ranks_many.py $(ARGS)
 
 parity: $(READY) $(MODELS)
 	$(BIN)/python -m pytest -n auto -m slow --timeout 600 tests/test_parity.py $(ARGS)

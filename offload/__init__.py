@@ -28,6 +28,7 @@ __all__ = [
     "Engine",
     "EngineError",
     "Report",
+    "ShardError",
     "SharedBudget",
     "attach",
     "detach",
@@ -35,7 +36,9 @@ __all__ = [
     "engine_of",
     "export",
     "from_pretrained",
+    "gathered",
     "load",
+    "local",
     "save",
     "sleep",
     "wake",
@@ -54,6 +57,8 @@ if TYPE_CHECKING:
     from offload.checkpoint.saving import load, save
     from offload.config import Config
     from offload.model.engine import Engine, engine_of
+    from offload.parallel import gathered, local
+    from offload.parallel.flat_shard import ShardError
     from offload.planning.planner import BudgetError
     from offload.pretrained import from_pretrained
     from offload.runtime.entry import EngineError
@@ -67,6 +72,8 @@ else:
     _HOMES |= {"export": "checkpoint.exporting", "from_pretrained": "pretrained"}
     _HOMES |= {"Config": "config", "Engine": "model.engine", "Report": "runtime.stats"}
     _HOMES |= {"EngineError": "runtime.entry", "BudgetError": "planning.planner"}
+    _HOMES |= dict.fromkeys(("gathered", "local"), "parallel")
+    _HOMES |= {"ShardError": "parallel.flat_shard"}
     _HOMES |= {"SharedBudget": "runtime.shared_budget", "sleep": "sleeping", "wake": "sleeping"}
 
     def __getattr__(name):
@@ -80,5 +87,6 @@ else:
         return value
 
     if "torch" in _sys.modules:
-        for _name in __all__:
-            __getattr__(_name)
+        for _name in __all__:  # What is of several ranks is loaded where there are.
+            if not _HOMES[_name].startswith("parallel"):
+                __getattr__(_name)

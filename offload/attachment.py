@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import gc
-import math
 import os
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from operator import itemgetter, methodcaller
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -29,22 +28,16 @@ from offload.model.checks import check_arguments, check_model
 from offload.model.engine import Engine, NoCommits, attached, engine_of, engines
 from offload.model.hooks import Hooks
 from offload.model.parameter import AttachedParameter, OffloadedParameter
-from offload.model.units import FlatUnit, Group, count_change, make_plain, merged, partition
+from offload.model.passes import Passes
+from offload.model.snapshots import Snapshots
+from offload.model.units import FlatUnit, Group, count_change, make_plain, partition
 from offload.optim.optimizer import Optimizer, give_back
 from offload.optim.states import States
 from offload.optim.supported_optimizers import check_optimizer, of_no_group, rule_of
 from offload.optim.update import Updates
 from offload.planning.layout import Plan
 from offload.planning.machine import Machine, host_free_bytes, measured_speeds, probe
-from offload.planning.planner import BudgetError, Grain, plan_cut, remarks
-from offload.planning.profile import (
-    CHUNK_ELEMENTS,
-    ParameterSpec,
-    Profile,
-    Unit,
-    lay_out_unit,
-    profile_of,
-)
+from offload.planning.planner import remarks
 from offload.planning.tiers import TIERS
 from offload.program.ops import Value
 from offload.runtime import entry as entries
@@ -56,13 +49,10 @@ from offload.runtime.shared_budget import SharedBudget
 from offload.runtime.stats import Trace
 from offload.runtime.store import Store
 from offload.runtime.torch_internals import no_trap
+from offload.unit_plan import planned, planned_alike
 
 EXPOSED_BYTES_LEAST = 256 << 20
 """Smallest default of Config.exposed_memory."""
-
-UNIT_COST_BYTES = 256 << 10
-"""What one more unit costs in a step, as so many bytes do that live one tier further away."""
-
 
 _attached: weakref.WeakKeyDictionary[nn.Module, tuple[Hooks, Optimizer | None]]
 _attached = weakref.WeakKeyDictionary()
@@ -74,6 +64,7 @@ def attach(
     optimizer: torch.optim.Optimizer | None,
     config: Config | None = None,
     *,
+    mesh: Any = None,
     initialize: Callable[[nn.Module], object] | None = None,
     read: Values | None = None,
     budget: SharedBudget | None = None,
@@ -90,6 +81,8 @@ def attach(
             `CPUSGD`, over parameters of the model, with or without states; None serves the model
             forward-only.
         config: where things live and how much may be taken; the default finds out.
+        mesh: the ranks that the model is cut over, which attach the same one: a DeviceMesh of one
+            dimension, or a process group; by default all, where torch.distributed is set up.
         initialize: called with each module that owns parameters on the meta device, once these
             have memory; default: the module's own `reset_parameters()`.
         read: in its place, at any size of a unit: `read("model", name, start, count)` gives so many
@@ -115,16 +108,13 @@ def attach(
     check_model(model, optimizer, initializes=initialize is not None or read is not None)
     if not all(engine.runner.closed for engine in engines):
         gc.collect()  # One that was dropped, but not closed, has its memory until then.
-    device = compute_device()
-    groups = partition(model)
+    device, groups = compute_device(), partition(model)
     config = config if budget is None else budget.narrowed(config)
-    found = machine or probe(config.nvme_path, device_free_bytes=device.free_bytes())
-    rule = rule_of(optimizer)
-    if optimizer is not None:
-        named = (pair for group in groups for pair in group.named.items())
-        if told := of_no_group(optimizer, named):
-            warn_user(told)
-    groups, placed = _planned(groups, config, found, rule, trains=optimizer is not None)
+    group = _group_of(mesh, device, config)
+    found = machine or _machine(device, config, group)
+    _tell_of_no_group(optimizer, groups)
+    cut = partial(planned, groups, config, found, rule_of(optimizer), trains=bool(optimizer))
+    groups, placed = cut() if group is None else planned_alike(cut, group, config)
     for remark in remarks(placed, config, found):
         warn_user(remark)
     # What is made in inference mode could not be trained after it.
@@ -133,12 +123,24 @@ def attach(
         if config.durable is not None:
             directory = RunDirectory(config.durable, resume=config.resume)
             failed.enter_context(closing(directory))
-        how = budget, initialize or methodcaller("reset_parameters"), read, directory
+        how = budget, initialize or methodcaller("reset_parameters"), read, directory, group
         made = _Attaching(model, optimizer, config, groups, placed, device, *how).attach(pace)
         if directory is not None and made[1] is not None:
             _go_on(model, made[1], directory, config)
         failed.pop_all()
     return made
+
+
+def _machine(device: Device, config: Config, group: Any) -> Machine:
+    """What there is, on every rank of a group."""
+    found = probe(config.nvme_path, device_free_bytes=device.free_bytes())
+    return found if group is None else group.least(found)  # type: ignore[no-any-return]
+
+
+def _tell_of_no_group(optimizer: torch.optim.Optimizer | None, groups: Sequence[Group]) -> None:
+    named = (pair for group in groups for pair in group.named.items())
+    if optimizer is not None and (told := of_no_group(optimizer, named)):
+        warn_user(told)
 
 
 def _go_on(model: nn.Module, optimizer: Optimizer, directory: RunDirectory, config: Config) -> None:
@@ -201,7 +203,7 @@ def detach(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer | None]:
             engine.commits.close()
             engine.commit_by(NoCommits())
         values = [
-            (parameter, engine.values_of(unit.index, at), engine.gradients.read(unit.index, at))
+            (parameter, engine.values_of(unit.index, at), engine.gradient_of(unit.index, at))
             for unit in engine.units
             for at, parameter in enumerate(unit.parameters)
             if unit.index not in engine.residents
@@ -219,6 +221,25 @@ def detach(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer | None]:
     return model, original
 
 
+def _group_of(mesh: Any, device: Device, config: Config) -> Any:
+    """The ranks of a mesh, by default of the world; None where there is one.
+
+    Raises:
+        ValueError: the mesh cannot be used.
+    """
+    ready = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if not ready and mesh is not None:
+        raise ValueError(
+            "attach: asked for a mesh; found no process group: start the program with torchrun, "
+            "and call torch.distributed.init_process_group() before attach"
+        )
+    if not ready or (mesh is None and torch.distributed.get_world_size() == 1):
+        return None
+    from offload.parallel import join  # Nothing of it where there is one rank.
+
+    return join(mesh, device, config)
+
+
 def _refuse_attached(model: nn.Module) -> None:
     """Refuse a model of which any part is attached."""
     inside = any(module in attached for module in model.modules())
@@ -227,54 +248,6 @@ def _refuse_attached(model: nn.Module) -> None:
             "the model, or a part of it, is attached already: detach it first "
             "(offload.detach(model)), or go on with the optimizer that attach returned"
         )
-
-
-def _spec_of(
-    group: Group, config: Config, chunk_elements: int = CHUNK_ELEMENTS, *, trains: bool
-) -> Unit:
-    """The layout of a unit whose parameters are known."""
-    wanted = [
-        ParameterSpec(name, tuple(p.shape), str(p.dtype)[6:], trains and p.requires_grad)
-        for name, p in group.named.items()
-    ]
-    return lay_out_unit(
-        group.name,
-        wanted,
-        gradient_dtype={"param": "param", "fp32": "float32"}[config.gradient_dtype],
-        lasting=group.lasting,
-        backward=group.backward,
-        chunk_elements=chunk_elements,
-    )
-
-
-def _planned(
-    groups: list[Group], config: Config, machine: Machine, rule: str, *, trains: bool
-) -> tuple[list[Group], Plan]:
-    """The units and their plan: small neighbours fused or not, whichever costs least. Larger units
-    have larger slots, which leave less room in the fast tiers.
-
-    Raises:
-        BudgetError: nothing fits; it tells what would do where none are fused.
-    """
-
-    def profile(groups: list[Group], cut: Grain) -> Profile:
-        units = [_spec_of(group, config, cut.elements, trains=trains) for group in groups]
-        return profile_of(units, chunk_stages=cut.stages)
-
-    def planned(groups: list[Group]) -> tuple[float, list[Group], Plan | BudgetError]:
-        try:
-            found = plan_cut(partial(profile, groups), config, machine, rule=rule)
-        except BudgetError as error:
-            return math.inf, groups, error
-        away = sum(row.bytes * TIERS.index(row.tier) for row in found.rows())
-        return away + UNIT_COST_BYTES * len(groups), groups, found
-
-    fused = profile(groups, Grain()).fusions([group.listed for group in groups])
-    ways = [groups, *(list(merged(groups, parts)) for parts in fused)]
-    _, chosen, found = min(map(planned, ways), key=itemgetter(0))
-    if isinstance(found, BudgetError):
-        raise found
-    return chosen, found
 
 
 def _same_parameters(model: nn.Module) -> Callable[[], None]:
@@ -309,6 +282,8 @@ class _Attaching:
     read: Values | None
     directory: RunDirectory | None
     """Of a durable run."""
+    group: Any
+    """The ranks that share the model (`parallel`); None with one."""
 
     def __post_init__(self) -> None:
         self._units: list[FlatUnit] = []
@@ -320,7 +295,9 @@ class _Attaching:
 
     def attach(self, pace: Pace | None) -> tuple[nn.Module, Optimizer | None]:
         """Take the memory and the file, move everything, hook the model."""
-        runner = self._take(pace)
+        taken = partial(self._take, pace)
+        alone = self.group is None
+        runner = taken() if alone else self.group.all_or_none(taken, methodcaller("close"))
         try:
             if self.budget is not None:
                 share = self.budget.share()
@@ -375,7 +352,7 @@ class _Attaching:
         }
         self._units = [
             FlatUnit(u, spec, self.groups[u], stand_ins)
-            for u, spec in enumerate(self.plan.profile.units)
+            for u, spec in enumerate(self.plan.profile.full)
         ]
         if self.read is None:
             for unit in self._units:
@@ -434,8 +411,13 @@ class _Attaching:
         if resident:
             self.device.drain()
             return
-        for piece, (offset, size) in enumerate(unit.spec.weight_chunks):
-            runner.write_home(Value("weight", unit.index, piece), buffer[offset : offset + size])
+        shard = self.plan.profile.units[unit.index]
+        parts = [buffer[one] for one in self.plan.profile.own_weights(unit.index)]
+        mine = torch.cat(parts) if parts[1:] else parts[0]
+        if self.group is not None:
+            self.group.saw(buffer)
+        for piece, (offset, size) in enumerate(shard.weight_chunks):
+            runner.write_home(Value("weight", unit.index, piece), mine[offset : offset + size])
         unit.unbind()
 
     def _stream(self, runner: Runner) -> None:
@@ -478,6 +460,8 @@ class _Attaching:
             if unit not in engine.residents:
                 parameter._offload_access = ParameterAccess(engine, unit, index)  # type: ignore
         optimizer = None
+        if engine.ranks is not None:
+            engine.updates.combine = engine.ranks.combine
         if self.optimizer is not None:
             states, check = States(runner), _same_parameters(self.model)
             optimizer = Optimizer(self.optimizer, engine, states, places, check)
@@ -508,7 +492,14 @@ class _Attaching:
             exposed_bytes_max=least if exposed is None else exposed,
             micro_batches=self.config.micro_batches,
             make_updates=partial(Updates, runner, self.config.max_grad_norm),
+            make_ranks=None if self.group is None else partial(self._join, runner),
         )
+
+    def _join(self, runner: Runner, passes: Passes, snapshots: Snapshots) -> tuple[Any, Any]:
+        """What is done with the other ranks, which are seen to have the same model."""
+        from offload.parallel import together
+
+        return together(self.group, runner, passes, snapshots, self.config)
 
     # -- undoing it --------------------------------------------------------------------------------
 
@@ -530,9 +521,9 @@ class _Attaching:
     def _restore(self, unit: FlatUnit, runner: Runner) -> None:
         """Give the parameters of a unit their values back, on the device that they came from."""
         on = self._devices.get(unit.parameters[0], runner.device.torch_device)
-        pieces = range(len(unit.spec.weight_chunks))
-        values = (runner.read_home(Value("weight", unit.index, piece)) for piece in pieces)
-        buffer = torch.cat([value.to(on) for value in values])
+        buffer = torch.zeros(unit.spec.weight_bytes, dtype=torch.uint8, device=on)
+        if self.group is None:
+            runner.read_weights(unit.index, buffer)
         for parameter, view in zip(unit.parameters, unit.views_of(buffer).views):
             make_plain(parameter, view)
 

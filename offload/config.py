@@ -84,6 +84,19 @@ class Config:
     least 256 MiB. Further gradients on nvme are shown in files beside them, in CPU memory as far
     as there is any: that is slower, and takes space beyond nvme_space until they are let go."""
 
+    shard: Literal["auto", 2, 3] = "auto"
+    """Over several ranks: whether the whole weights stay on each device until they are updated (2,
+    as ZeRO-2) or are gathered for each use (3, as ZeRO-3). Gradients and states are cut in both.
+    auto: 2 if it fits."""
+
+    reduce: Literal["mean", "sum"] = "mean"
+    """Over several ranks: whether gradients are averaged or summed. A mean over ranks that are no
+    power of two rounds once more than one process does; a sum never does."""
+
+    comm_timeout: float = 300.0
+    """Seconds that a rank waits for the others in one collective, before it gives up. A rank that
+    fails or is gone is told much sooner."""
+
     durable: str | None = None
     """Directory of a run that can be killed at any instant and goes on from its last committed
     step: attach on a directory with a commit takes over all of it. Records lie in nvme_path, if
@@ -104,7 +117,7 @@ class Config:
     def __post_init__(self) -> None:
         for name, allowed in _ALLOWED.items():
             value = getattr(self, name)
-            if not isinstance(value, type(allowed[0])) or value not in allowed:
+            if type(value) not in map(type, allowed) or value not in allowed:
                 raise _refused(name, value, f"one of {', '.join(map(str, allowed))}")
         for name in (*BUDGETS.values(), "exposed_memory"):
             value = getattr(self, name)
@@ -174,6 +187,7 @@ for _name, _hint in get_type_hints(Config).items():
 _NUMBERS: tuple[tuple[str, Any, Any, str], ...] = (
     ("max_grad_norm", Real, float, "a positive number, finite"),
     ("micro_batches", Integral, int, "a whole number from 1"),
+    ("comm_timeout", Real, float, "a number of seconds, finite"),
     ("commit_every", Integral, int, "a whole number from 1"),
 )
 

@@ -53,6 +53,7 @@ def sleep(model: nn.Module, tier: Literal["cpu", "nvme"] = "cpu") -> None:
     if tier not in ("cpu", "nvme"):
         raise ValueError(f"offload.sleep: tier is {tier!r}, expected 'cpu' or 'nvme'")
     engine = engine_of(model)
+    engine.require_alone("offload.sleep")
     directories = engine.nvme_path if tier == "nvme" else ()
     if tier == "nvme" and not directories:
         raise ValueError(

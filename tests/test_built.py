@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 OFFERED = {
     "aio/src": (ENGINE_VERSION, "6a5e3879ca19"),
     "cpu_adam/src": (KERNELS_VERSION, "55c8ee73e31f"),
-    "offload/runtime/src": (RUNNER_VERSION, "0bb5661e93e9"),
+    "offload/runtime/src": (RUNNER_VERSION, "e017e0cc30ac"),
 }
 """The version of each module, and a digest of what it offers."""
 

@@ -24,6 +24,7 @@ FLAGS = [
     "--params", "--gradients", "--optimizer", "--nvme-path",
     "--device-memory", "--cpu-memory", "--nvme-space", "--states", "--gradient-dtype",
     "--max-grad-norm", "--micro-batches", "--exposed-memory",
+    "--shard", "--reduce", "--comm-timeout",
     "--durable", "--commit-every", "--resume", "--no-resume", "--trace", "--no-trace",
 ]
 # fmt: on

@@ -199,7 +199,7 @@ def test_the_report(tmp_path: Path) -> None:
         engine.settle()
         report = engine.report()
         assert (report.steps, report.misses) == (2, 0)
-        assert set(report.lanes) == {"compute", "h2d", "d2h", "cpu", "disk"}
+        assert set(report.lanes) == {"compute", "h2d", "d2h", "cpu", "disk", "comm"}
         assert report.lanes["disk"].bytes > before.lanes["disk"].bytes  # it stays what it was
         assert report.lanes["disk"].busy_s > 0
         assert [use.tier for use in report.tiers] == ["device", "cpu", "nvme"]

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import offload
-from offload.attachment import UNIT_COST_BYTES, _planned
 from offload.config import Config
 from offload.model.parameter import OffloadedParameter
 from offload.model.units import partition
@@ -23,6 +22,8 @@ from offload.planning.machine import Machine
 from offload.planning.profile import FUSED_BYTES_MAX, FUSED_PARTS_MIN, profile_of
 from offload.planning.tiers import TIERS
 from offload.program.ops import Verb
+from offload.unit_plan import UNIT_COST_BYTES
+from offload.unit_plan import planned as plan_units
 from tests.profiles import unit
 from tests.structures import STRUCTURES
 from tests.training import (
@@ -359,7 +360,7 @@ def planned(model: nn.Module, **config: Any) -> tuple[list[str], Any]:
     machine = Machine(
         device_bytes=1 << 40, cpu_bytes=1 << 40, nvme_bytes=1 << 40, device_is_cpu=True
     )
-    groups, found = _planned(partition(model), Config(**config), machine, "adam", trains=True)
+    groups, found = plan_units(partition(model), Config(**config), machine, "adam", trains=True)
     assert [group.name for group in groups] == [one.name for one in found.profile.units]
     return [one.name for one in found.profile.units], found
 

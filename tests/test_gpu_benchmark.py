@@ -19,12 +19,12 @@ import torch
 from benchmarks.gpu import gaps, results, rows, train
 from benchmarks.gpu.results import table
 from offload import Config
-from offload.attachment import _spec_of
 from offload.cli import gpt
 from offload.model.units import partition
 from offload.planning.machine import Machine
 from offload.planning.planner import plan
 from offload.planning.profile import profile_of
+from offload.unit_plan import spec_of
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "benchmarks" / "gpu" / "run.sh"
@@ -256,7 +256,7 @@ PAGE = results.EXPECTED.read_text("utf-8")
 def test_every_placement_fits_the_machine_that_is_expected(size: str) -> None:
     machine = Machine(device_bytes=139 << 30, cpu_bytes=120 << 30, nvme_bytes=60 * 10**9)
     groups = partition(train.built(train.SHAPES[size], recompute=True))
-    profile = profile_of([_spec_of(group, Config(), trains=True) for group in groups])
+    profile = profile_of([spec_of(group, Config(), trains=True) for group in groups])
     runs = [run for run in EVERY if run.size == size]
     assert {run.placement for run in runs} > {"device-cpu-cpu", "cpu-cpu-cpu", "torch-fp32"}
     for run in (one for one in runs if one.placement.split("-")[0] not in ("torch", "deepspeed")):

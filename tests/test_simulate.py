@@ -404,6 +404,7 @@ def _expected_bytes(plan: Plan, micro_batches: int) -> dict[Lane, int]:
         Lane.D2H: d2h,
         Lane.CPU: cpu,
         Lane.DISK: disk,
+        Lane.COMM: 0,
     }
 
 

@@ -20,7 +20,7 @@ TEST_FILE_LINES_MAX = 500
 NATIVE_FILE_LINES_MAX = 900
 
 LINES_MAX = {
-    "offload": 17_100,
+    "offload": 18_864,
     "offload/cli": 3_534,
     "aio": 4_600,
     "cpu_adam": 5_500,
@@ -29,7 +29,17 @@ LINES_MAX = {
 
 TEST_LINES_PER_LINE_MAX = 1.2
 
-ROOMS = ("planning", "program", "runtime", "model", "optim", "checkpoint", "attachment", "cli")
+ROOMS = (
+    "planning",
+    "program",
+    "runtime",
+    "model",
+    "optim",
+    "parallel",
+    "checkpoint",
+    "attachment",
+    "cli",
+)
 """Folders of `offload`, the lowest first: each imports from itself and those below."""
 
 TOP = {"config": "planning", "deepspeed": "planning", "reporting": "planning"}
@@ -37,6 +47,7 @@ TOP |= {
     "recording": "attachment",
     "pretrained": "attachment",
     "sleeping": "attachment",
+    "unit_plan": "attachment",
     "__init__": "cli",
     "__main__": "cli",
 }
@@ -47,7 +58,7 @@ PURE_IMPORTS_NO = ("torch", "threading", "aio")
 
 IMPORT_DEPTH_MAX = 15
 ENGINE_IMPORTS_MAX = 12
-PRIVATE_NAMES_MAX = 12
+PRIVATE_NAMES_MAX = 14
 PRIVATE_NAMES = "offload/runtime/torch_internals.py"
 
 FORBIDDEN_IMPORTS = {"aio": ("offload", "cpu_adam", "torch"), "cpu_adam": ("offload", "aio")}

@@ -103,6 +103,7 @@ def save(
     """
     refuse_inside("offload.save()")
     engine, where, states = _engine_of(model, optimizer), os.fspath(directory), dict[str, Any]()
+    engine.require_alone("offload.save")
     run: dict[str, Any] = {"format": FORMAT, "step": engine.steps, "user": encoded(user, "user")}
     if optimizer is None and not frozen:
         raise ValueError(
@@ -392,7 +393,7 @@ def fill(
                 weights = next(buffers)[: runner.memory.extent(chunk.weight)[1]].zero_()
             for piece in chunk.pieces:
                 name = plan.profile.units[piece.unit].parameters[piece.parameter].name
-                first, count = piece.parameter_start, piece.elements
+                first, count = plan.profile.element(piece), piece.elements
                 there = part_of(piece, weights, parameters[piece.unit])
                 there.copy_(values(WEIGHTS, name, first, count))
                 slots = states[name]["slots"] if name in states else ()

@@ -55,6 +55,9 @@ class ParameterAccess:
         """
         refuse_recording("an offloaded parameter was used")
         touched: list[ParameterAccess] = [one._offload_access for one in resting]
+        ranks = touched[0].engine.ranks
+        if ranks is not None and ranks.answers(touched[0].unit, touched[0].index, function, args):
+            return touched[0]._alone(function, args)
         with ExitStack() as stack:
             for one in touched:
                 stack.enter_context(one.engine.lock)
@@ -65,6 +68,14 @@ class ParameterAccess:
                 stack.callback(guard.close)
             with interruptible(), no_trap():
                 return function(*args, **kwargs)
+
+    @entry
+    def _alone(self, function: Callable[..., Any], args: Any) -> Any:
+        """Do what needs no value that other ranks have."""
+        with self.engine.lock:
+            self.engine.end_broken_pass()
+            self.engine.snapshots.boundary(self.unit)
+            return self.engine.ranks.answer(self.unit, self.index, function, args)
 
     @contextmanager
     def _lent(self) -> Iterator[None]:
@@ -98,6 +109,8 @@ class ParameterAccess:
             engine.early.require_open(self.unit, "a touch")
         else:
             engine.early.require_step("a touch of a parameter")
+        if engine.ranks is not None:
+            return engine.ranks.shown(self.unit, self.index)  # type: ignore[no-any-return]
         return engine.snapshots.tensor(Key("weight", self.unit, self.index))
 
     @entry
@@ -115,7 +128,8 @@ class ParameterAccess:
             self.engine.end_broken_pass()
             self.engine.early.require_step("p.data = ...")
             require_form(self._spec.name, parameter, data)
-            self.engine.snapshots.put(Key("weight", self.unit, self.index), data)
+            mine = self.engine.part(self.unit, self.index, data)
+            self.engine.snapshots.put(Key("weight", self.unit, self.index), mine)
 
     def set_requires_grad(self, parameter: nn.Parameter, wanted: bool) -> None:
         """Freeze or unfreeze the parameter.
@@ -141,7 +155,10 @@ class ParameterAccess:
         with self.engine.lock:
             self.engine.end_broken_pass()
             self.engine.early.require_step("p.grad")
-            return self.engine.gradients.show(self.unit, self.index)
+            found = self.engine.gradients.show(self.unit, self.index)
+            if found is None or self.engine.ranks is None:
+                return found
+            return self.engine.shown("gradient", self.unit, self.index, found)
 
     @entry
     def set_gradient(self, gradient: torch.Tensor | None) -> None:
@@ -155,6 +172,8 @@ class ParameterAccess:
         with self.engine.lock:
             self.engine.end_broken_pass()
             self.engine.early.require_step("p.grad = ...")
+            if gradient is not None:
+                gradient = self.engine.part(self.unit, self.index, gradient)
             self.engine.gradients.assign(self.unit, self.index, gradient)
 
 

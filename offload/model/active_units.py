@@ -11,7 +11,6 @@ from offload.model.passes import Entry, Passes
 from offload.model.saved_tensors import SavedWeight
 from offload.model.snapshots import Key, Snapshots
 from offload.model.units import FlatUnit
-from offload.program.ops import Value
 from offload.runtime.entry import entry
 from offload.runtime.memory import zeros_on
 from offload.runtime.runner import Runner
@@ -34,7 +33,7 @@ class ActiveUnits:
         self._passes = passes
         self._snapshots = snapshots
         self._all, self._lock, self._check = units, lock, check
-        self._weight_slot = runner.plan.weight_slot
+        self._slots = [*map(runner.plan.slot_in_use, range(len(units)))]
         self._on_cpu = runner.device.torch_device.type == "cpu"
         self.units: list[FlatUnit] = []
         """Those in use."""
@@ -42,11 +41,13 @@ class ActiveUnits:
     def use(self, unit: FlatUnit) -> None:
         """Wait for a unit's weights, of which `bind` lets parameters be views."""
         entry = self._passes.take(unit.index)
-        slot = self._weight_slot[unit.index]
-        if slot is not None and any(slot == self._weight_slot[one.index] for one in self.units):
+        slot = self._slots[unit.index]
+        if slot is not None and any(slot == self._slots[one.index] for one in self.units):
             self._use_apart(unit, entry)
             return
         try:
+            if self._passes.ranks is not None:
+                self._passes.ranks.gather(entry)
             self._runner.begin(entry.task)
             if unit.kept is None:
                 unit.kept = unit.views_of(self._runner.memory.weights(unit.index))
@@ -64,12 +65,12 @@ class ActiveUnits:
         self._passes.give_up(entry)
         self._snapshots.reserve(unit.index, unit.spec.weight_bytes, unit.spec.name)
         try:
-            self._runner.quiesce("weight", unit.index, to_write=False)
             with torch.inference_mode(False):
                 buffer = zeros_on(self._runner.device, unit.spec.weight_bytes)
-            for piece, (offset, size) in enumerate(unit.spec.weight_chunks):
-                home = self._runner.read_home(Value("weight", unit.index, piece))
-                buffer[offset : offset + size].copy_(home)
+            if self._passes.ranks is not None:
+                self._passes.ranks.gather_apart(unit.index, buffer)
+            else:
+                self._runner.read_weights(unit.index, buffer)
             unit.weights = unit.views_of(buffer)
         except BaseException:
             self._snapshots.unreserve(unit.index)

@@ -100,8 +100,7 @@ def _fault(name: str, module: nn.Module, *, initializes: bool) -> str | None:
     if isinstance(module, DistributedDataParallel):
         return (
             "is a DistributedDataParallel, which sums gradients over ranks before the engine sees "
-            "them: attach the model without it, and average p.grad over the ranks with "
-            "torch.distributed.all_reduce between backward() and step()"
+            "them: attach the model without it, which cuts it over all ranks by itself"
         )
     if hasattr(module, "_hf_hook"):
         return (

@@ -79,10 +79,12 @@ class Engine:
         exposed_bytes_max: int,
         micro_batches: int | None,
         make_updates: Callable[[Residents], Any],
+        make_ranks: Callable[[Passes, Snapshots], tuple[Any, Gradients]] | None = None,
     ):
         """Run `units`, whose values are at home already, by `runner`.
 
-        `make_updates` is given the resident units, whose weights no lane moves.
+        `make_updates` is given the resident units, whose weights no lane moves; `make_ranks` gives
+        what other ranks take part in, and the gradients then.
         """
         self.plan, self.nvme_path = runner.plan, nvme_path
         self.units, self.lock = units, threading.RLock()
@@ -92,11 +94,18 @@ class Engine:
         self.snapshots = Snapshots(runner, self.weights_changed, exposed_bytes_max)
         self.snapshots.enter = self._lend_gradient
         self.active = ActiveUnits(runner, self.passes, self.snapshots, units, self.lock, self.check)
-        self.gradients = Gradients(runner, self.passes, self.snapshots)
+        self.ranks: Any = None
+        """Of `parallel`, which stands above; None with one rank."""
+        if make_ranks is None:
+            self.gradients = Gradients(runner, self.passes, self.snapshots)
+        else:
+            self.ranks, self.gradients = make_ranks(self.passes, self.snapshots)
         self.updates = make_updates(self.residents)
         """Of `optim.update`, which stands above."""
+        alone = self.ranks is None  # Else a gradient is final when all ranks have sent theirs.
         names = [unit.name for unit in self.plan.profile.units]
-        self.early = EarlyUpdates(micro_batches, names, clips=self.plan.clips)
+        clips = self.plan.clips and alone
+        self.early = EarlyUpdates(micro_batches if alone else None, names, clips=clips)
         self.forward, self.graph_tasks = ForwardCall(), GraphTasks()
         self._owner = threading.get_ident()
         """The thread that began the pass under way, or the last one."""
@@ -197,6 +206,20 @@ class Engine:
                 "states of an offloaded model while another thread was inside its forward or "
                 "backward: one thread at a time drives a model. Take what is needed between two "
                 "steps (p.detach().clone(), model.state_dict())"
+            )
+
+    def require_alone(self, what: str) -> None:
+        """Refuse what knows no other ranks.
+
+        Raises:
+            RuntimeError: there are some.
+        """
+        if self.ranks is not None:
+            raise RuntimeError(
+                f"{what} was asked for a model that is cut over ranks: save with "
+                "torch.distributed.checkpoint.save({'model': model.state_dict(), 'optimizer': "
+                "optimizer.state_dict()}, checkpoint_id=DIR) on all ranks; `offload convert` makes "
+                "any other format of that folder"
             )
 
     # -- passes ----------------------------------------------------------------------------------
@@ -383,7 +406,36 @@ class Engine:
             if (used := self.units[unit].weights) is not None:
                 return used.views[index].clone()
             self.snapshots.boundary(unit)
-            return self.snapshots.read(Key("weight", unit, index))
+            return self.whole(unit, index, self.snapshots.read(Key("weight", unit, index)))
+
+    def gradient_of(self, unit: int, index: int) -> torch.Tensor | None:
+        """A gradient in memory of its own; None where there is none."""
+        found = self.gradients.read(unit, index)
+        return None if found is None else self.whole(unit, index, found)
+
+    def whole(self, unit: int, index: int, here: torch.Tensor) -> torch.Tensor:
+        """A value of a parameter of which this is here: the same with one rank."""
+        return here if self.ranks is None else self.ranks.assembled(unit, index, here)
+
+    def part(self, unit: int, index: int, value: torch.Tensor) -> torch.Tensor:
+        """As much of a value of a parameter as is here: all of it with one rank."""
+        if self.ranks is None:
+            return value
+        return self.ranks.part(unit, index, value)  # type: ignore[no-any-return]
+
+    def shown(self, kind: str, unit: int, index: int, here: torch.Tensor) -> torch.Tensor:
+        """A value of a parameter, of which this is here, as the user has it."""
+        if self.ranks is None:
+            return here
+        return self.ranks.shard(kind, unit, index, here)  # type: ignore[no-any-return]
+
+    def saved(self, unit: int, index: int) -> torch.Tensor:
+        """What `state_dict()` has of a parameter: a copy in CPU memory, of what is here."""
+        if self.ranks is None:
+            return self.values_of(unit, index).cpu()
+        parameter = self.units[unit].parameters[index]
+        found: torch.Tensor = parameter.detach().cpu()
+        return found
 
     @entry
     def boundary(self) -> None:
@@ -411,7 +463,8 @@ class Engine:
         Updates then begin inside it. Where every step has the same number of backwards,
         `Config(micro_batches=N)` says so once.
         """
-        self.early.last_micro_batch()
+        if self.ranks is None:
+            self.early.last_micro_batch()
 
     def step(self, step: Step) -> None:
         """Take one optimizer step over the parameters in `step`; returns before it is done."""
@@ -420,6 +473,8 @@ class Engine:
         self.residents.check(step)
         self.snapshots.boundary()
         self.gradients.let_go()
+        if self.ranks is not None:
+            self.ranks.agree(step)
         if not (begun := self.early.begun):
             self.updates.settle()
         due = self.early.stepped(step)

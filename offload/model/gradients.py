@@ -27,6 +27,7 @@ from cpu_adam import accumulate
 from offload.model.passes import Passes
 from offload.model.snapshots import Key, Snapshots, share
 from offload.model.units import refuse_sparse
+from offload.planning.layout import FULL
 from offload.planning.profile import Parameter
 from offload.program.compile import add_gradient, collect, collected, offload_gradient, passing
 from offload.program.ops import Op, Use, Value, Verb
@@ -62,6 +63,8 @@ class Gradients:
         self._plan = runner.plan
         self._passes = passes
         self._snapshots = snapshots
+        self._slots = [a or b for a, b in zip(self._plan.full_gradient, self._plan.gradient_slot)]
+        """By unit, the slot in which its gradient is collected; None where that is at home."""
         self._collecting: set[int] = set()
         """Units whose gradient is being collected."""
         self._shown: dict[tuple[int, int], weakref.ref[torch.Tensor]] = {}
@@ -84,7 +87,7 @@ class Gradients:
         if gradient.layout is not torch.strided:
             refuse_sparse(f"the gradient of {self._parameter(unit, parameter).name}")
         one = self.units[unit]
-        if parameter in one.arrived and self._plan.gradient_slot[unit] is not None:
+        if parameter in one.arrived and self._slots[unit] is not None:
             self.send(unit)
         self._put(one, unit, parameter, gradient)
         again = bool(one.kept)
@@ -102,7 +105,7 @@ class Gradients:
         if (view := one.views.get(parameter)) is None:
             there = collected(self._plan, unit)
             view = one.views[parameter] = self._view(there, unit, parameter)
-        at_home = self._plan.gradient_slot[unit] is None
+        at_home = self._slots[unit] is None
         if at_home and parameter in one.kept:
             accumulate(view, gradient.to(view.dtype))
         else:
@@ -120,9 +123,12 @@ class Gradients:
         one.task = None
         self._collecting.discard(unit)
         arrived, one.arrived = one.arrived, set()
-        if self._plan.gradient_slot[unit] is None:
-            return
-        new, kept = frozenset(arrived), frozenset(one.kept)
+        if self._slots[unit] is not None:
+            self._move_home(unit, frozenset(arrived), frozenset(one.kept))
+            one.kept |= arrived
+
+    def _move_home(self, unit: int, new: frozenset[int], kept: frozenset[int]) -> None:
+        """Move what is new of a gradient from its slot home, and add it to what is kept there."""
         make, works = add_gradient if kept else offload_gradient, self._runner.works
         position = self._passes.position + 1
 
@@ -134,7 +140,6 @@ class Gradients:
         key = make, unit, position, kept and (new, kept)
         phase = self._runner.phase(key, way)
         self._runner.start(phase, self._passes.number)
-        one.kept |= arrived
 
     def send_all(self) -> None:
         """Send on everything that has come anywhere."""
@@ -148,9 +153,9 @@ class Gradients:
 
     def _acquire(self, unit: int) -> None:
         """Wait until the collecting place of a unit is free, and begin to collect."""
-        slot = self._plan.gradient_slot[unit]
+        slot = self._slots[unit]
         for other in sorted(self._collecting) if slot is not None else ():
-            if self._plan.gradient_slot[other] == slot:
+            if self._slots[other] == slot:
                 self.send(other)
         phase = self._runner.moves(collect, unit, self._passes.position)
         (task,) = self._runner.start(phase, self._passes.number)
@@ -261,7 +266,8 @@ class Gradients:
 
     def _view(self, use: Use, unit: int, parameter: int) -> torch.Tensor:
         """A gradient in the shape of its parameter, in a place of a memory tier."""
-        spec = self._plan.profile.units[unit]
+        profile = self._plan.profile
+        spec = (profile.full if use.place.use in FULL else profile.units)[unit]
         dtype, shape = spec.gradient_dtype(parameter), spec.parameters[parameter].shape
         flat = self._runner.memory.at(use)
         return typed(flat, dtype, spec.gradient_offset(parameter), shape)

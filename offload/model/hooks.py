@@ -113,10 +113,10 @@ class Hooks:
             self._destination, self._copies = weakref.ref(state_dict), {}
         for name, place in own.items():
             written = state_dict.get(prefix + name)
-            if type(written) is torch.Tensor:  # Else it was asked to keep the parameters.
+            if not isinstance(written, nn.Parameter):  # Else it was asked to keep them.
                 found = self._copies.get(place, lambda: None)()
                 if found is None:
-                    found = self._engine.values_of(*place).cpu()
+                    found = self._engine.saved(*place)
                     self._copies[place] = weakref.ref(found)
                 state_dict[prefix + name] = found
 
@@ -305,8 +305,7 @@ def _refuse_data_parallel() -> None:
         raise RuntimeError(
             "an attached model was called by DistributedDataParallel, which sums gradients over "
             "ranks before the engine sees them: every rank would train alone. Call the model "
-            "itself, and between backward() and step() average p.grad over the ranks with "
-            "torch.distributed.all_reduce"
+            "itself: attach cuts it over all ranks, where torch.distributed is set up before it"
         )
 
 

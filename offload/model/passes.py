@@ -36,6 +36,11 @@ class Entry(NamedTuple):
     fetches: list[Task]
     task: Task
 
+    @property
+    def gather(self) -> Task | None:
+        """The gathering from the ranks, where there are several and it is needed: the last one."""
+        return next((one for one in self.fetches[-1:] if one.of_user), None)
+
 
 class _Compiled(NamedTuple):
     """Turns of units, written down."""
@@ -94,6 +99,8 @@ class Passes:
         """Position in the order of the open pass after the last unit used."""
         self.verb: Verb | None = None
         """Direction of the open pass."""
+        self.ranks: Any = None
+        """Of `parallel`, which stands above; None with one rank."""
         self._steady = dict.fromkeys(orders, True)
         """Whether the last pass of a direction was in the order expected of it."""
 
@@ -102,12 +109,16 @@ class Passes:
         assert self._open is None
         self.number += 1
         self.position = 0
+        if self.ranks is not None:
+            self.ranks.opened(verb, self._held)
         self._open, self.verb = _Pass(verb, self.orders[verb]), verb
         self._queue(self._open, 0, whole=self._steady[verb])
 
     def close(self, *, finished: bool) -> None:
         """End the pass; the order of a `finished` one is that of the next."""
         self.pause()
+        if self._open is not None and self.ranks is not None:
+            self.ranks.closed()
         ended, self._open, self.verb, self.position = self._open, None, None, 0
         if ended is None:
             return
@@ -137,10 +148,14 @@ class Passes:
         self.position = entry.position + 1
         return entry
 
+    def following(self) -> Entry | None:
+        """The next turn, as far as it is known."""
+        return self._open.queue[0] if self._open and self._open.queue else None
+
     def _at_hand(self, opened: _Pass, unit: int) -> bool:
         """Whether the weights are where they are used, and nothing queued takes their place."""
-        slot = self._plan.weight_slot[unit]
-        coming = {self._plan.weight_slot[entry.unit] for entry in opened.queue}
+        slot = self._plan.slot_in_use(unit)
+        coming = {self._plan.slot_in_use(entry.unit) for entry in opened.queue}
         if slot is None:
             return coming <= {None}
         return slot not in coming and self._held.get(slot) == unit
@@ -170,9 +185,9 @@ class Passes:
 
     def invalidate(self, unit: int) -> None:
         """What a slot holds of `unit`, or will hold, is no longer its weights."""
-        slot = self._plan.weight_slot[unit]
-        if slot is not None and self._held.get(slot) == unit:
-            del self._held[slot]
+        for slot in (self._plan.full_weight[unit], self._plan.weight_slot[unit]):
+            if slot is not None and self._held.get(slot) == unit:
+                del self._held[slot]
 
     def weights_changed(self, unit: int) -> None:
         """The home of a unit's weights changes: what is fetched or to be fetched of them is old."""
@@ -214,7 +229,10 @@ class Passes:
         ]
 
     def _compile(self, verb: Verb, units: tuple[int, ...], position: int) -> _Compiled:
-        slots = dict.fromkeys(filter(None, (self._plan.weight_slot[unit] for unit in units)))
+        every = (
+            by[unit] for by in (self._plan.full_weight, self._plan.weight_slot) for unit in units
+        )
+        slots = dict.fromkeys(filter(None, every))
         held = {slot: self._held[slot] for slot in slots if slot in self._held}
         key = "pass", verb, units, position, tuple(held.items())
 

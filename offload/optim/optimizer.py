@@ -139,10 +139,10 @@ class Optimizer(torch.optim.Optimizer):
             return {}
         with self.engine.lock:
             self.engine.settle()
-            return {
-                "step": torch.tensor(float(steps)),
-                **self.states.read(*self._places[parameter]),
-            }
+            place = self._places[parameter]
+            read = self.states.read(*place)
+            found = {name: self.engine.shown(name, *place, value) for name, value in read.items()}
+            return {"step": torch.tensor(float(steps)), **found}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters that the model had when it was attached.
@@ -345,9 +345,13 @@ class Optimizer(torch.optim.Optimizer):
         given, rule = [], self.rule
         for parameter, state in found:
             unit, index = self._places[parameter]
-            one = self.engine.plan.profile.units[unit].parameters[index]
+            one = self.engine.plan.profile.full[unit].parameters[index]
             check_state(rule, one.name, one.shape, state)
-            slots = {k: v for k, v in state.items() if k != "step" and v is not None}
+            slots = {
+                name: self.engine.part(unit, index, value)
+                for name, value in state.items()
+                if name != "step" and value is not None
+            }
             # torch's SGD counts no steps; what a buffer holds came of one at least.
             steps = int(state.get("step", 1 if slots else 0))
             given.append(((unit, index), slots, steps))

@@ -39,7 +39,12 @@ WEIGHT_SLOTS_MAX = 3
 """Weight slots of one size class: one in use, one being filled, one being released."""
 
 STAGES = 2
-"""Slots of each staging ring (slots of a tier that passing values share) for values of units."""
+"""Slots of each staging ring (slots of a tier that passing values share) for values of units; of
+one size class also those of full weights, one in use and one being gathered."""
+
+FULL = "full_weight", "full_gradient", "exchange", "reserve"
+"""Uses of slots that hold values of full units, see [Note: Shards] of `profile`: what is gathered,
+what is to be exchanged, what came in exchange, and what only other ranks asked for."""
 
 ALLOCATOR_ROUND_BYTES = 512
 ALLOCATOR_SPLIT_BYTES = 1 << 20
@@ -131,6 +136,10 @@ class Plan:
     """Units of which the arenas hold only the states, see [Note: Residents] of `resident`."""
     in_place: bool = False
     """Whether gradients in CPU memory are collected there, as the device is the CPU."""
+    full_weight: tuple[Place | None, ...] = ()
+    """Per unit, where its weights are gathered from the ranks; None with one rank."""
+    full_gradient: tuple[Place | None, ...] = ()
+    """Per unit, where its gradient is collected for the ranks; None with one rank."""
     sizes: Sizes = field(kw_only=True, repr=False, compare=False)
 
     def home(self, kind: Kind, unit: int) -> Place:
@@ -140,6 +149,17 @@ class Plan:
     def bytes_of(self, kind: Kind, unit: int) -> int:
         """Size of a value."""
         return self.sizes.value[kind][unit]
+
+    def size_at(self, place: Place, kind: Kind, unit: int) -> int:
+        """Size of a value at a place."""
+        if place.use in FULL:
+            one = self.profile.full[unit]
+            return one.weight_bytes if kind == "weight" else one.gradient_bytes
+        return self.bytes_of(kind, unit)
+
+    def slot_in_use(self, unit: int) -> Place | None:
+        """The device slot in which the weights of a unit are used; None where that is at home."""
+        return self.full_weight[unit] or self.weight_slot[unit]
 
     def rows(self) -> tuple[Row, ...]:
         """The plan table: a row per kind and tier that holds any of it."""
@@ -236,6 +256,8 @@ def lay_out(
             None if in_place and placement.gradient == "cpu" else slot
             for placement, slot in zip(placements, memory.gradient_slot)
         ),
+        full_weight=memory.full_weight,
+        full_gradient=memory.full_gradient,
         file=file_layout(profile, placements, sizes),
         budgets=dict(budgets),
         clips=clips,
@@ -258,7 +280,8 @@ def lay_out_memory(
     """Homes and slots of the memory tiers; arguments as for `lay_out`."""
     units, memory = profile.units, _Memory()
     pairs = enumerate(zip(units, placements))
-    residents = [u for u, (one, p) in pairs if is_resident(one, p, early=early)]
+    alone = profile.sharding.ranks == 1
+    residents = [u for u, (one, p) in pairs if alone and is_resident(one, p, early=early)]
     memory.residents = frozenset(residents)
 
     def place_home(kind: Kind, u: int, size: int) -> None:
@@ -274,6 +297,9 @@ def lay_out_memory(
         away = [placement.of(kind) != "device" for placement in placements]
         slots.append(memory.shared_slots(kind, units, away, sizes.value[kind], most))
     memory.weight_slot, memory.gradient_slot = slots
+    memory.full_weight = memory.full_gradient = (None,) * len(units)
+    if not alone:
+        memory.full_slots(profile, weight_slots)
     reserved = tuple(reserve)
 
     def ring(use: str, kind: Kind, *tiers: Tier) -> None:
@@ -321,6 +347,8 @@ class _Memory:
     slots: dict[Place, Buffer] = field(default_factory=dict)
     weight_slot: tuple[Place | None, ...] = ()
     gradient_slot: tuple[Place | None, ...] = ()
+    full_weight: tuple[Place | None, ...] = ()
+    full_gradient: tuple[Place | None, ...] = ()
     residents: frozenset[int] = frozenset()
 
     def take(self, tier: Tier, size: int) -> Buffer:
@@ -333,6 +361,17 @@ class _Memory:
         """`depth` slots of `size` bytes, none for size 0."""
         for index in range(depth if size else 0):
             self.slots[Place(tier, use, index)] = self.take(tier, size)
+
+    def full_slots(self, profile: Profile, weight_slots: int) -> None:
+        """Slots for full units, see `FULL`."""
+        units, every = profile.full, [True] * len(profile.full)
+        weights = [unit.weight_bytes for unit in units]
+        gradients = [unit.gradient_bytes for unit in units]
+        most = len(units) if profile.sharding.keeps else min(weight_slots, STAGES)
+        self.full_weight = self.shared_slots("full_weight", units, every, weights, most)
+        self.full_gradient = self.shared_slots("full_gradient", units, every, gradients, STAGES)
+        self.ring("device", "exchange", max(gradients, default=0), 1)
+        self.ring("device", "reserve", max((*weights, *gradients), default=0), 1)
 
     def shared_slots(
         self, use: str, units: Sequence[Unit], away: Sequence[bool], sizes: Sequence[int], most: int

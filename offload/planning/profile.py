@@ -6,13 +6,20 @@ another, each starting at a multiple of 1024 elements: a leaf of the norm, and w
 compact states, so no result depends on where a cut at such a multiple falls. Gradients are a second
 buffer, with the same element numbering, of the trainable segments only. States are kept per chunk:
 at most `Unit.chunk_elements` consecutive elements of one trainable segment.
+
+[Note: Shards]
+Over several ranks a unit has two layouts. The *full* one is that of its slots on the device, with
+every parameter in its shape. Each of its segments is cut into as many equal ranges as there are
+ranks, and the ranges of one rank are its *shard*, a unit of flat parameters: that is what has
+homes, chunks and records. Cuts fall at leaves of the norm, so no result depends on them. With one
+rank both are the same object.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Literal, NamedTuple
 
@@ -74,6 +81,8 @@ class Parameter(ParameterSpec):
     """Index of its segment in the unit."""
     start: int
     """Its first element in the segment's numbering."""
+    first: int = 0
+    """In a shard: which element of the full parameter is the first here."""
 
     @property
     def elements(self) -> int:
@@ -107,7 +116,7 @@ class Piece(NamedTuple):
     chunk_start: int
     """First element in the chunk's numbering."""
     parameter_start: int
-    """First element in the parameter's numbering."""
+    """First element in the numbering of the parameter, as far as it is here."""
     elements: int
 
     @property
@@ -182,8 +191,23 @@ class Unit:
 
 
 @dataclass(frozen=True, slots=True)
+class Sharding:
+    """How a model is cut over ranks, see [Note: Shards]."""
+
+    rank: int = 0
+    ranks: int = 1
+    keeps: bool = False
+    """Whether gathered weights stay on the device until they are updated (ZeRO-2); else until
+    others need their slot (ZeRO-3)."""
+
+
+ALONE = Sharding()
+"""One rank has all."""
+
+
+@dataclass(frozen=True, slots=True)
 class Profile:
-    """The units of a model and the order of their use.
+    """The units of a model, as far as this rank has them, and the order of their use.
 
     `forward` and `backward` are indices into `units`, one entry per use.
     """
@@ -193,10 +217,17 @@ class Profile:
     backward: tuple[int, ...]
     chunk_stages: int = CHUNK_STAGES
     """Slots of each staging ring for chunks."""
+    full: tuple[Unit, ...] = field(default=(), repr=False)
+    """The units as they are used; by default `units`."""
+    sharding: Sharding = ALONE
     _places: dict[str, tuple[int, int, int]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
     """Cache by name: unit, index and first leaf in the norm of a parameter."""
+
+    def __post_init__(self) -> None:
+        if not self.full:
+            object.__setattr__(self, "full", self.units)
 
     def _place(self, name: str) -> tuple[int, int, int]:
         if not self._places:
@@ -204,18 +235,18 @@ class Profile:
             named = ((p.name, u, i) for u, one in units for i, p in enumerate(one.parameters))
             for one, unit, parameter in sorted(named):
                 found[one] = unit, parameter, leaf
-                leaf += -(-self.units[unit].parameters[parameter].elements // LEAF_ELEMENTS)
+                leaf += -(-self.full[unit].parameters[parameter].elements // LEAF_ELEMENTS)
             self._places.update(found)  # At once, as lanes ask, too.
         return self._places[name]
 
     def leaf(self, unit: int, parameter: int, element: int) -> int:
-        """The number, in the norm, of the leaf that starts with an element of a parameter. Leaves
-        are counted by name: an order that no placement, and no cut into units, changes."""
+        """The number, in the norm, of the leaf that starts with an element of a full parameter.
+        Leaves are counted by name: an order that no placement, and no cut into units, changes."""
         name = self.units[unit].parameters[parameter].name
         return self._place(name)[2] + element // LEAF_ELEMENTS
 
     def locate(self, name: str, elements: range | None = None) -> Iterator[Piece]:
-        """Where a range of a parameter lies, by default all of it: its pieces in order.
+        """Where a range of a parameter lies, by default all that is here: its pieces in order.
 
         The only answer to this question. A piece is of every kind of value: it starts so many
         elements into the chunk of the weight, of the gradient and of the record.
@@ -224,10 +255,25 @@ class Profile:
         segments, one = self.units[unit].segments, self.units[unit].parameters[parameter]
         full = self.units[unit].chunk_elements
         before = sum(-(-s.elements // full) for s in segments[: one.segment])
-        part = range(one.elements) if elements is None else elements
+        part, first = range(one.elements), one.first
+        if elements is not None:
+            part = range(max(elements.start - first, 0), min(elements.stop - first, len(part)))
         for at, count in _cuts(one.start + part.start, one.start + part.stop, full):
             chunk, start = divmod(at, full)
             yield Piece(unit, before + chunk, parameter, start, at - one.start, count)
+
+    def element(self, piece: Piece) -> int:
+        """Which element of its full parameter is the first of a piece."""
+        return self.units[piece.unit].parameters[piece.parameter].first + piece.parameter_start
+
+    def own_weights(self, unit: int) -> list[slice]:
+        """Where in the weights of a full unit those of this rank are, in bytes."""
+        full, shard, at = self.full[unit], self.units[unit], self.sharding
+        if at.ranks == 1:
+            return [slice(0, full.weight_bytes)]
+        sizes = [one.elements * ITEM_BYTES[one.dtype] for one in shard.segments]
+        starts = [w.weight_offset + at.rank * size for w, size in zip(full.segments, sizes)]
+        return [slice(start, start + size) for start, size in zip(starts, sizes)]
 
     def by_chunk(
         self, unit: int, parameters: Container[int] | None = None
@@ -248,12 +294,12 @@ class Profile:
         `FUSED_PARTS_MIN` units are left. The next way has half of that, as long as any are fused.
         """
         total = Counter[str]()
-        for unit, name in zip(self.units, lists):
+        for unit, name in zip(self.full, lists):
             total[name] += unit.weight_bytes
         most = {name: min(FUSED_BYTES_MAX, n // FUSED_PARTS_MIN) for name, n in total.items()}
         while any(most.values()):
             found, before, size = list[list[int]](), None, 0
-            for index, (unit, name) in enumerate(zip(self.units, lists)):
+            for index, (unit, name) in enumerate(zip(self.full, lists)):
                 kind = (name, unit.backward, unit.trainable) if name and not unit.lasting else None
                 size += unit.weight_bytes
                 if kind is None or kind != before or size > most[name]:
@@ -303,12 +349,55 @@ def profile_of(
     backward: Sequence[int] | None = None,
     *,
     chunk_stages: int = CHUNK_STAGES,
+    sharding: Sharding = ALONE,
 ) -> Profile:
-    """A profile; the default orders are that of declaration, and the reverse of `forward`."""
+    """A profile; the default orders are that of declaration, and the reverse of `forward`. Over
+    several ranks `units` are the full ones, laid out for as many."""
     ahead = tuple(forward) if forward is not None else tuple(range(len(units)))
     if backward is None:
         backward = list(dict.fromkeys(u for u in reversed(ahead) if units[u].backward))
-    return Profile(tuple(units), ahead, tuple(backward), chunk_stages)
+    shards = units if sharding.ranks == 1 else [shard_of(unit, sharding) for unit in units]
+    order = ahead, tuple(backward)
+    return Profile(tuple(shards), *order, chunk_stages, tuple(units), sharding)
+
+
+def shard_of(unit: Unit, sharding: Sharding) -> Unit:
+    """What a rank has of a unit, see [Note: Shards]."""
+    parameters, segments, chunks = list[Parameter](), list[Segment](), list[Chunk]()
+    weight_bytes = gradient_bytes = 0
+    for at, full in enumerate(unit.segments):
+        elements = full.elements // sharding.ranks
+        one = replace(
+            full,
+            elements=elements,
+            weight_offset=weight_bytes,
+            gradient_offset=gradient_bytes if full.trainable else 0,
+        )
+        segments.append(one)
+        weight_bytes += elements * ITEM_BYTES[one.dtype]
+        if one.trainable:
+            gradient_bytes += elements * ITEM_BYTES[one.gradient_dtype]
+            chunks += _cut(at, one, unit.chunk_elements)
+    for whole in unit.parameters:
+        elements = segments[whole.segment].elements
+        begin = sharding.rank * elements
+        start, stop = (
+            min(max(edge, begin), begin + elements)
+            for edge in (whole.start, whole.start + whole.elements)
+        )
+        first, here = start - whole.start, start - begin
+        parameters.append(replace(whole, shape=(stop - start,), start=here, first=first))
+    return Unit(
+        unit.name,
+        tuple(parameters),
+        tuple(segments),
+        tuple(chunks),
+        weight_bytes,
+        gradient_bytes,
+        unit.lasting,
+        unit.backward,
+        unit.chunk_elements,
+    )
 
 
 def lay_out_unit(
@@ -319,10 +408,12 @@ def lay_out_unit(
     lasting: bool = False,
     backward: bool = True,
     chunk_elements: int = CHUNK_ELEMENTS,
+    ranks: int = 1,
 ) -> Unit:
     """Lay out a unit: segments by (trainable first, dtype), parameters in the given order.
 
-    `gradient_dtype` is `param` or the name of a dtype; for the other arguments see `Unit`.
+    `gradient_dtype` is `param` or the name of a dtype; segments can be cut over so many `ranks`;
+    for the other arguments see `Unit`.
 
     Raises:
         ValueError: a dtype that a unit cannot hold.
@@ -349,7 +440,8 @@ def lay_out_unit(
             parameters.append(placed)
             start += round_up(placed.elements, LEAF_ELEMENTS)
         # Whole blocks of the narrower dtype are whole blocks of the wider one, too.
-        elements = round_up(start, BLOCK_BYTES // min(ITEM_BYTES[dtype], ITEM_BYTES[kept]))
+        block = max(LEAF_ELEMENTS, BLOCK_BYTES // min(ITEM_BYTES[dtype], ITEM_BYTES[kept]))
+        elements = round_up(start, ranks * block)
         segment = Segment(dtype, not frozen, elements, weight_bytes, kept, gradient_bytes)
         segments.append(segment)
         weight_bytes += elements * ITEM_BYTES[dtype]

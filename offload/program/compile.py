@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from offload.planning.layout import STAGES, Place, Plan, route, site
+from offload.planning.profile import Kind
 from offload.planning.tiers import Tier
 from offload.program.ops import (
     FACTOR,
@@ -65,6 +66,8 @@ def compute_phase(plan: Plan, name: str, order: Sequence[int], in_slots: dict[Pl
             first = name == "backward_first" and unit not in came
             came.add(unit)
             ops.append(collect(plan, unit, position + 1))
+            if plan.full_gradient[unit] is not None:
+                ops += [*exchange(plan, unit, position + 1), *fold(plan, unit, position + 1)]
             ops += (offload_gradient if first else add_gradient)(plan, unit, position + 2)
     return Phase(name, tuple(ops), entry, dict(in_slots))
 
@@ -96,16 +99,18 @@ def fetch_missing(
     entry: dict[Place, int],
 ) -> list[Op]:
     """Fetch a unit that its slot does not hold; note in `entry` what was `held` at the start."""
-    slot = plan.weight_slot[unit]
-    if slot is None:
-        return []
-    if in_slots.get(slot) != unit:
+    found = list[Op]()
+    for slot, bring in ((plan.full_weight[unit], gather), (plan.weight_slot[unit], fetch)):
+        if slot is None:
+            continue
+        if in_slots.get(slot) == unit:
+            if held.get(slot) == unit:
+                entry[slot] = unit
+            break
         held.pop(slot, None)
         in_slots[slot] = unit
-        return fetch(plan, unit, position)
-    if held.get(slot) == unit:
-        entry[slot] = unit
-    return []
+        found[:0] = bring(plan, unit, position)
+    return found
 
 
 def update_order(plan: Plan) -> Iterator[tuple[int, int]]:
@@ -129,7 +134,21 @@ def move(value: Value, size: int, stops: Sequence[Place], deadline: int) -> list
 
 def weight_in_use(plan: Plan, unit: int) -> Place:
     """Where the weights of a unit are while it computes: its slot, or its home on the device."""
-    return plan.weight_slot[unit] or plan.home("weight", unit)
+    return plan.slot_in_use(unit) or plan.home("weight", unit)
+
+
+def sent_bytes(plan: Plan, kind: Kind, unit: int) -> int:
+    """What a rank sends of a unit to all others in one collective."""
+    return plan.bytes_of(kind, unit) * (plan.profile.sharding.ranks - 1)
+
+
+def gather(plan: Plan, unit: int, deadline: int) -> list[Op]:
+    """Gather a unit's weights from what each rank has of them on its device."""
+    here, full = plan.weight_slot[unit] or plan.home("weight", unit), plan.full_weight[unit]
+    assert full is not None, "one rank has all of them"
+    value, size = Value("weight", unit), sent_bytes(plan, "weight", unit)
+    uses = (Use(here, value),), (Use(full, value),)
+    return [Op(Lane.COMM, Verb.GATHER, value, *uses, size, deadline)]
 
 
 def fetch(plan: Plan, unit: int, deadline: int) -> list[Op]:
@@ -151,8 +170,28 @@ def use(plan: Plan, unit: int, verb: Verb, deadline: int) -> Op:
 
 def collected(plan: Plan, unit: int) -> Use:
     """Where the gradient of a unit is collected."""
-    place = plan.gradient_slot[unit] or plan.home("gradient", unit)
-    return Use(place, Value("gradient", unit))
+    return Use(plan.full_gradient[unit] or arrival(plan, unit), Value("gradient", unit))
+
+
+def arrival(plan: Plan, unit: int) -> Place:
+    """Where the gradient of a unit, as far as this rank owns it, is first on its way home."""
+    return plan.gradient_slot[unit] or plan.home("gradient", unit)
+
+
+def exchange(plan: Plan, unit: int, deadline: int) -> list[Op]:
+    """Exchange the gradient of a unit with the other ranks."""
+    there, value = collected(plan, unit), Value("gradient", unit)
+    came = Use(Place("device", "exchange"), value)
+    size = sent_bytes(plan, "gradient", unit)
+    return [Op(Lane.COMM, Verb.EXCHANGE, value, (there,), (came,), size, deadline)]
+
+
+def fold(plan: Plan, unit: int, deadline: int) -> list[Op]:
+    """Sum what came in exchange."""
+    value, came = Value("gradient", unit), Place("device", "exchange")
+    uses = (Use(came, value),), (Use(arrival(plan, unit), value),)
+    size = plan.size_at(came, "gradient", unit)
+    return [Op(Lane.COMPUTE, Verb.FOLD, value, *uses, size, deadline)]
 
 
 def collect(plan: Plan, unit: int, deadline: int) -> Op:

@@ -44,6 +44,8 @@ class Lane(str, Enum):
     """Sums and updates on the CPU; overlap backward and the next forward."""
     DISK = "disk"
     """File reads and writes; overlap everything else."""
+    COMM = "comm"
+    """Collectives, which the user's thread launches; overlap the compute of other units."""
 
     __hash__ = str.__hash__  # Called for every op, and Enum's own is slow Python.
 
@@ -55,6 +57,12 @@ class Verb(str, Enum):
     BACKWARD = "backward"
     COLLECT = "collect"
     """The user's backward puts the gradient of a unit where it is collected."""
+    GATHER = "gather"
+    """The weights of a unit from all ranks."""
+    EXCHANGE = "exchange"
+    """Send each rank the part of a unit's gradient that it owns."""
+    FOLD = "fold"
+    """Sum the parts that came, in the order of ranks."""
     MOVE = "move"
     """Copy a value from one tier to the next."""
     ADD = "add"
@@ -67,8 +75,11 @@ class Verb(str, Enum):
     """The optimizer's step on a unit."""
 
 
-OF_USER = (Verb.FORWARD, Verb.BACKWARD, Verb.COLLECT)
-"""Compute of the user's own modules and autograd."""
+COLLECTIVE = (Verb.GATHER, Verb.EXCHANGE)
+"""What all ranks do together."""
+
+OF_USER = (Verb.FORWARD, Verb.BACKWARD, Verb.COLLECT, *COLLECTIVE, Verb.FOLD)
+"""Compute of the user's own modules and autograd, and what the same thread does between them."""
 
 ALL_CHUNKS = -1
 """In place of a chunk: the value is that of the unit."""

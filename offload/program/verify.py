@@ -24,6 +24,7 @@ from typing import NamedTuple
 from offload.planning.layout import Place, Plan, site
 from offload.planning.profile import KINDS, Kind
 from offload.planning.tiers import Tier
+from offload.program.compile import sent_bytes
 from offload.program.ops import (
     ALL_UNITS,
     FACTOR,
@@ -121,6 +122,13 @@ def _expected(plan: Plan, op: Op) -> _Expected:
         return _Expected(Lane.COMPUTE, ("device",), len(read), read)
     if op.verb is Verb.COLLECT:
         return _Expected(Lane.COMPUTE, reach(plan, "gradient"), 0, [gradient])
+    if op.verb is Verb.GATHER:
+        return _Expected(Lane.COMM, ("device",), 1, [weight] * 2, sent_bytes(plan, *value[:2]))
+    if op.verb is Verb.EXCHANGE:
+        return _Expected(Lane.COMM, ("device",), 1, [gradient] * 2, sent_bytes(plan, *value[:2]))
+    if op.verb is Verb.FOLD:
+        size = plan.size_at(op.reads[0].place, "gradient", value.unit)
+        return _Expected(Lane.COMPUTE, reach(plan, "gradient"), 1, [gradient] * 2, size)
     if op.verb is Verb.ADD:
         return _Expected(Lane.CPU, ("cpu",), 2, [gradient] * 3, 3 * _size(plan, gradient))
     if op.verb is Verb.SQUARE:
@@ -155,7 +163,7 @@ def misfit(plan: Plan, use: Use) -> str:
         return f"{value_text(plan, value)} lives on {at.tier}, not {place.tier}"
     if place not in plan.slots:
         return f"there is no slot {place_text(place)}"
-    size, room = _size(plan, value), plan.slots[place].bytes
+    size, room = plan.size_at(place, value.kind, value.unit), plan.slots[place].bytes
     if size > room:
         text = value_text(plan, value)
         return f"{text} of {size} bytes is in {place_text(place)} of {room} bytes"

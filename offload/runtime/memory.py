@@ -12,7 +12,7 @@ from math import prod
 
 import torch
 
-from offload.planning.layout import Buffer, Place, Plan
+from offload.planning.layout import FULL, Buffer, Place, Plan
 from offload.planning.profile import Kind
 from offload.planning.tiers import Tier, format_bytes
 from offload.program.compile import weight_in_use
@@ -93,7 +93,8 @@ class Memory:
         if place.use == "home":
             found = self._homes[value.kind, value.unit][start : start + size]
         else:
-            found = self._slots[place][:size]
+            full = place.use in FULL
+            found = self._slots[place][: self._plan.size_at(place, *value[:2]) if full else size]
         if value.chunk == ALL_CHUNKS and not torch.is_inference_mode_enabled():
             self._views[use] = found
         return found

@@ -35,7 +35,7 @@ from offload.runtime.works import Add, At, Copy, Job, Squares, Transfer, Update,
 RUNNER_VARIABLE = "OFFLOAD_RUNNER"
 """Environment variable: `python` runs everything in Python, by the reference, where C++ could."""
 
-RUNNER_VERSION = 11
+RUNNER_VERSION = 12
 """Of the native runner, as `src/module.cpp` has it."""
 
 _LANES = tuple(Lane)
@@ -263,7 +263,7 @@ class Native:
         record, rows = views(job.record.bytes, fmt, chunk.elements), []
         for one in group:
             slots = cut(record, fmt, one.piece.chunk_start, one.piece.elements)
-            row = [one.piece.elements, one.step, one.piece.parameter_start]
+            row = [one.piece.elements, one.step, one.first]
             row += [_at(one.gradient)[0], _at(one.weight)[0]]
             rows.append([*row, *(slots[slot.name].data_ptr() for slot in fmt.slots)])
         strides = [job.gradient.stride, job.weight.stride, *[job.record.stride] * len(fmt.slots)]

@@ -55,6 +55,10 @@ class Clip:
     factor: float = 1.0
     _parts: dict[int, list[Node]] = field(default_factory=dict)
 
+    def parts(self) -> dict[int, list[Node]]:
+        """What was put."""
+        return dict(self._parts)
+
     def put(self, leaf: int, nodes: list[Node]) -> None:
         """The sum of the squares of part of a parameter, from this leaf of all on."""
         self._parts[leaf] = nodes
@@ -301,7 +305,7 @@ class Reference:
             _typed(job.weight, segment.dtype),
             _typed(job.gradient, job.dtype),
             cut(record, fmt, piece.chunk_start, piece.elements),
-            [Part(0, piece.elements, piece.parameter_start, job.step, is_last=ends)],
+            [Part(0, piece.elements, job.first, job.step, is_last=ends)],
             settings.steps,
             gradient_scale=1.0 if settings.clip is None else settings.clip.factor,
             format=fmt,

@@ -88,6 +88,8 @@ class Runner:
         self.closed = False
         self.before_write: Callable[[Kind, int], None] = lambda kind, unit: None
         """Called before the user's thread writes the home of a value."""
+        self.on_failure: Callable[[BaseException], object] = id
+        """Called, perhaps more than once, with what has ended everything."""
         self._failure: BaseException | None = None
         self.owner = trace and trace.key
         """Whose its calls are, for those that record them."""
@@ -210,6 +212,7 @@ class Runner:
         if self._failure is None and self._lanes.failed:
             self._failure = self._lanes.failure()
         if self._failure is not None:
+            self.on_failure(self._failure)
             raise EngineError(
                 f"a lane of the offload engine failed: {self._failure}. The weights in memory "
                 "are not those of a finished step; start again from the last checkpoint"
@@ -236,6 +239,10 @@ class Runner:
         if not self._lanes.begin(task, 0.0):
             self._block(task, partial(self._lanes.begin, task, LOOK_AGAIN_S))
         self.join(task)
+
+    def begins(self, task: Task) -> bool:
+        """Begin the user's `task` where it may start at once; only where the device is the host."""
+        return self.device.is_host and bool(self._lanes.begin(task, 0.0))
 
     def join(self, task: Task) -> None:
         """The user's compute `task`, which has begun, goes on on the current stream as well."""
@@ -342,6 +349,12 @@ class Runner:
         chunk = None if value.chunk == ALL_CHUNKS else value.chunk
         self.store.read(value.kind, unit, bounce, chunk)
         return bounce
+
+    def read_weights(self, unit: int, out: torch.Tensor) -> None:
+        """All weights of a unit that are here, as after any update that is due, to the device."""
+        self.quiesce("weight", unit, to_write=False)
+        for chunk, (offset, size) in enumerate(self.plan.profile.units[unit].weight_chunks):
+            out[offset : offset + size].copy_(self.read_home(Value("weight", unit, chunk)))
 
     def write_home(self, value: Value, content: torch.Tensor) -> None:
         """Put the bytes of a value or chunk home."""

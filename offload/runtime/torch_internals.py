@@ -94,3 +94,19 @@ number_copies: Any = getattr(torch.amp.grad_scaler, "_MultiDeviceReplicator", No
 """The class by which `GradScaler` gives each device a copy of its numbers, see [Note: Scaler] of
 `device`. Where it is missing copies to the CPU may be read before they have arrived: an accelerator
 wants gradients on the device there."""
+
+
+wrapper: Any = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+"""Make a tensor of a subclass with a shape and no memory, as DTensor does. Nothing else serves."""
+
+
+def group_store(group: Any) -> Any:
+    """The store that the ranks of a process group share.
+
+    In it a rank that fails tells why, and a collective that fails says only that it did. Nothing
+    else serves.
+    """
+    from torch.distributed import distributed_c10d
+
+    chosen = distributed_c10d._get_default_group() if group is None else group
+    return distributed_c10d._world.pg_map[chosen][1]

@@ -96,6 +96,8 @@ class Update(NamedTuple):
     piece: Piece
     dtype: str
     """Of the gradient."""
+    first: int
+    """Its first element in the full parameter."""
     step: int
     """Its place in the steps of the settings."""
     weight: At
@@ -174,8 +176,8 @@ class Works:
             chunks[number] = [
                 Squares(
                     *self._gradient(op, number, piece, flat),
-                    profile.leaf(unit, piece.parameter, piece.parameter_start),
-                    piece.parameter_start // LEAF_ELEMENTS,
+                    profile.leaf(unit, piece.parameter, profile.element(piece)),
+                    profile.element(piece) // LEAF_ELEMENTS,
                 )
                 for piece in pieces
             ]
@@ -223,7 +225,8 @@ class Works:
             size = item(unit.segments[unit.chunks[number].segment].dtype)
             lies = self._worked_on("weight", op.value.unit, number, op)
             weight = lies.part(piece.chunk_start * size, piece.elements * size)
-        return Update(op.value.unit, number, piece, dtype, step, weight, gradient, record)
+        first = self._plan.profile.element(piece)
+        return Update(op.value.unit, number, piece, dtype, first, step, weight, gradient, record)
 
     # -- chunks on their way -----------------------------------------------------------------------
 

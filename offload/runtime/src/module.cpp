@@ -1,6 +1,7 @@
 // What Python sees of the native runner; `native.py` says what each call does.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -217,7 +218,7 @@ static bool waiting(Runner& runner, Task& task, double seconds) {
 
 NB_MODULE(_runner, module) {
     nb::set_leak_warnings(false);  // a model that is still attached at exit holds its ops
-    module.attr("VERSION") = 11;  // as offload/runtime/native.py has it
+    module.attr("VERSION") = 12;  // as offload/runtime/native.py has it
     nb::class_<Task>(module, "Task", nb::dynamic_attr())
         .def_ro("serial", &Task::serial)
         .def_ro("of_user", &Task::of_user)
@@ -232,7 +233,10 @@ NB_MODULE(_runner, module) {
     nb::class_<Settings>(module, "Settings");
     nb::class_<Clip>(module, "Clip")
         .def(nb::new_([](double max_norm) { return std::make_shared<Clip>(max_norm); }))
-        .def_ro("norm", &Clip::norm);
+        .def_ro("norm", &Clip::norm)
+        .def("parts", [](const Clip& clip) { return clip.parts; })
+        .def("put", &Clip::put)
+        .def("combine", &Clip::combine);
     module.def("share_pool", [](uintptr_t pool) {
         cpu_adam::Pool::share(reinterpret_cast<cpu_adam::Pool*>(pool));
     });

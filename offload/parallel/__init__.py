@@ -1,0 +1,119 @@
+"""Many ranks train one model: what each asks of the others, and in which order.
+
+Imported where there are several ranks, and only there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from offload.config import Config
+from offload.model.engine import engine_of
+from offload.model.passes import Passes
+from offload.model.snapshots import Snapshots
+from offload.parallel.flat_shard import FlatShard
+from offload.parallel.gradients import SummedGradients
+from offload.parallel.group import Group
+from offload.parallel.ranks import Ranks
+from offload.runtime.device import Device
+from offload.runtime.runner import Runner
+
+
+def join(mesh: Any, device: Device, config: Config) -> Group | None:
+    """The ranks of a mesh, by default of the world; None where it has one.
+
+    Raises:
+        ValueError: the mesh cannot be used.
+    """
+    group = mesh
+    if isinstance(mesh, DeviceMesh):
+        if mesh.ndim != 1:
+            raise ValueError(
+                f"attach: asked for a mesh of {mesh.ndim} dimensions {mesh.mesh_dim_names}; found "
+                "that one is needed, over whose ranks the model is cut: pass a part of it, "
+                "mesh['dp']"
+            )
+        group = mesh.get_group()
+    elif mesh is not None and not isinstance(mesh, dist.ProcessGroup):
+        raise TypeError(
+            f"attach: mesh is a {type(mesh).__name__}: pass a DeviceMesh of one dimension, "
+            "torch.distributed.init_device_mesh(kind, (ranks,)), or a process group"
+        )
+    if dist.get_rank(group) < 0:
+        raise ValueError(
+            "attach: this rank is not part of the mesh: attach on the ranks of the mesh alone"
+        )
+    if config.durable is not None:
+        raise ValueError(
+            "Config.durable with several ranks: committed are runs of one process so far: save "
+            "model.state_dict() and optimizer.state_dict(), which all ranks call"
+        )
+    return Group(group, device, config.comm_timeout) if dist.get_world_size(group) > 1 else None
+
+
+@contextmanager
+def gathered(
+    model: nn.Module, names: Collection[str] | None = None, *, source: int | None = None
+) -> Iterator[None]:
+    """A context in which parameters of a model show all of their values; all ranks enter it.
+
+    Args:
+        model: attached; with one rank nothing changes.
+        names: of the parameters, all of them by default: each takes its full size in memory.
+        source: the rank whose edits count for all; by default each rank makes the same ones.
+
+    Raises:
+        ValueError: the model is not attached, or has no parameter of such a name.
+    """
+    engine = engine_of(model)
+    known = {
+        one.name: (u.index, i) for u in engine.units for i, one in enumerate(u.spec.parameters)
+    }
+    if missing := set(names or ()) - known.keys():
+        raise ValueError(
+            f"offload.gathered: the model has no parameter {', '.join(sorted(missing))}: names are "
+            "those of model.named_parameters(), of a tied one the first"
+        )
+    if engine.ranks is None:
+        yield
+        return
+    with engine.lock:
+        engine.boundary()
+        places = [at for name, at in known.items() if names is None or name in names]
+        with engine.ranks.gathered(places, source):
+            yield
+        engine.boundary()
+
+
+def local(parameter: torch.Tensor) -> tuple[range, torch.Tensor]:
+    """Which elements of a parameter, or of its `grad` or a state, are on this rank, in row-major
+    order, and their values. Edits of a gradient in memory count; those of others are of a copy.
+    """
+    found = parameter if isinstance(parameter, FlatShard) else parameter.detach()
+    if isinstance(found, FlatShard):
+        return found.local()
+    return range(found.numel()), found.view(-1)
+
+
+def together(
+    group: Group, runner: Runner, passes: Passes, snapshots: Snapshots, config: Config
+) -> tuple[Ranks, SummedGradients]:
+    """What the engines of all ranks do together, whose models are seen to be the same."""
+    names = ("states", "gradient_dtype", "max_grad_norm", "reduce", "micro_batches")
+    group.require_alike(
+        (
+            torch.__version__,
+            *(f"{name}={getattr(config, name)!r}" for name in names),
+            runner.plan.profile.sharding.keeps,
+            *runner.plan.profile.full,
+        )
+    )
+    ranks = Ranks(group, runner, passes, snapshots)
+    return ranks, SummedGradients(runner, passes, snapshots, ranks, config.reduce)

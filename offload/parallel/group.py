@@ -1,0 +1,279 @@
+"""The ranks that share a model, and what they send each other, by torch.distributed.
+
+[Note: Waits]
+A wait for other ranks goes on in short slices, so that Ctrl-C is seen, and ends with an error that
+names whom it waited for. A rank that raises writes why into the store of the process group, where
+the others look once a collective has failed or taken long. One that was killed writes nothing: the
+others write that they are there, and who has not after a while is named.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import reprlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from cpu_adam.checksum import crc32c
+from offload.planning.machine import Machine
+from offload.runtime.device import Device
+from offload.runtime.entry import EngineError, interruptible
+from offload.runtime.torch_internals import group_store
+
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Which of the two names a release of torch has."""
+
+LOOK_AGAIN_S = 0.1
+"""A slice of a wait."""
+
+PATIENCE_S = 2.0
+"""After so long in one wait the store is looked at; so long others have to say that they live."""
+
+WORD_BITS = 62
+"""Of a set of parameters that one number of a message holds."""
+
+
+Made = TypeVar("Made")
+
+
+class Message(NamedTuple):
+    """What a rank says to all others."""
+
+    kind: int
+    unit: int = 0
+    payload: int = 0
+    members: int = 0
+    """A set of parameters, a bit each."""
+
+
+class Group:
+    """The ranks of a process group; every call is one that all of them make."""
+
+    def __init__(self, group: Any, device: Device, timeout_s: float):
+        """Of a process group that is there."""
+        self._group, self._device, self._timeout_s = group, device, timeout_s
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        backends = str(dist.get_backend_config(group))
+        on_host = device.is_host or "gloo" in backends
+        self._talks_on = torch.device("cpu") if on_host else device.torch_device
+        self.make_room(0)
+        self.sent_bytes = 0
+        """What this rank has sent of weights and gradients so far."""
+        self.step = 0
+        """The last that all ranks have taken."""
+        self._told = False
+        self._seen = 0
+
+    def make_room(self, members: int) -> None:
+        """Let messages have room for sets of so many parameters."""
+        self._words = -(-members // WORD_BITS)
+        self._said = torch.zeros(3 + self._words, dtype=torch.int64, device=self._talks_on)
+        self._heard = torch.zeros(self.ranks * len(self._said), dtype=torch.int64).to(self._said)
+
+    # -- attach ----------------------------------------------------------------------------------
+
+    def least(self, machine: Machine) -> Machine:
+        """What each rank has at least, so that all of them plan alike."""
+        found = self.tell_objects(machine)
+        names = ("device_bytes", "cpu_bytes", "nvme_bytes")
+        least: Machine = replace(
+            machine, **{n: min(getattr(one, n) for one in found) for n in names}
+        )
+        return least
+
+    def all_or_none(self, make: Callable[[], Made], undo: Callable[[Made], object]) -> Made:
+        """What `make` gives, where it does so on all ranks; else each of them raises.
+
+        Raises:
+            EngineError: it raised on another rank.
+        """
+        failed, made = None, list[Made]()
+        try:
+            made.append(make())
+        except Exception as error:
+            failed = error
+        said = self.tell_objects(failed and f"{type(failed).__name__}: {failed}")
+        for one in made if any(said) else ():
+            undo(one)
+        if failed is not None:
+            raise failed
+        for rank, text in enumerate(said):
+            if text:
+                raise EngineError(f"rank {rank} cannot attach the model, so no rank does: {text}")
+        return made[0]
+
+    def saw(self, weights: torch.Tensor) -> None:
+        """These are the weights of a full unit, the next in order."""
+        self._seen = crc32c(weights.cpu(), self._seen)
+
+    def require_alike(self, what: object) -> None:
+        """Refuse ranks with another model, config or version.
+
+        Raises:
+            ValueError: they differ; on all of them.
+        """
+        said = self.tell_objects((what, self._seen))
+        for rank, one in enumerate(said):
+            for mine, other in zip((*said[0][0], said[0][1]), (*one[0], one[1])):
+                if mine != other:
+                    raise ValueError(
+                        "the ranks attach different models: rank 0 has "
+                        f"{reprlib.repr(mine)}, and rank {rank} has {reprlib.repr(other)}. Build "
+                        "the model alike on all ranks: torch.manual_seed() before it, or load the "
+                        "same checkpoint; and give all of them the same Config"
+                    )
+
+    # -- collectives ---------------------------------------------------------------------------
+
+    def gather(self, into: torch.Tensor, part: torch.Tensor) -> Any:
+        """Begin to gather a part from each rank, in their order."""
+        self.sent_bytes += part.nbytes * (self.ranks - 1)
+        return self._begun(_all_gather, into, part)
+
+    def exchange(self, into: torch.Tensor, source: torch.Tensor) -> Any:
+        """Begin to send each rank its part of `source`; their parts come in their order."""
+        self.sent_bytes += source.nbytes // self.ranks * (self.ranks - 1)
+        return self._begun(dist.all_to_all_single, into, source)
+
+    def spread(self, tensor: torch.Tensor, source: int) -> None:
+        """Give all ranks the values that one of them has."""
+        with self._failing(), torch.no_grad():
+            work = dist.broadcast(tensor, group=self._group, group_src=source, async_op=True)
+        self.wait(work)
+
+    def tell(self, message: Message) -> list[Message]:
+        """Say something and hear what each rank says."""
+        words, members = list(message[:3]), message.members
+        for _ in range(self._words):
+            words.append(members & (1 << WORD_BITS) - 1)
+            members >>= WORD_BITS
+        self._said.copy_(torch.tensor(words, dtype=torch.int64))
+        self.wait(self._begun(_all_gather, self._heard, self._said))
+        return [self._message(row) for row in self._heard.view(self.ranks, -1).tolist()]
+
+    def tell_objects(self, said: object) -> list[Any]:
+        """The same of any objects, for what is rare."""
+        found: list[Any] = [None] * self.ranks
+        with self._failing():
+            dist.all_gather_object(found, said, group=self._group)
+        return found
+
+    @staticmethod
+    def _message(row: Sequence[int]) -> Message:
+        members = sum(word << at * WORD_BITS for at, word in enumerate(row[3:]))
+        return Message(row[0], row[1], row[2], members)
+
+    def _begun(self, collective: Any, into: torch.Tensor, source: torch.Tensor) -> Any:
+        with self._failing(), torch.no_grad():
+            return collective(into, source, group=self._group, async_op=True)
+
+    # -- waits and failures ----------------------------------------------------------------------
+
+    def wait(self, work: Any) -> None:
+        """Block until a collective is over; on a device its stream waits.
+
+        Raises:
+            EngineError: another rank failed, is gone, or takes longer than the timeout.
+        """
+        if self._device.is_host and not work.is_completed():
+            done, since = threading.Event(), time.monotonic()
+            work.get_future().add_done_callback(lambda _: done.set())
+            with interruptible():
+                while not done.wait(LOOK_AGAIN_S):
+                    self._look(time.monotonic() - since)
+        with self._failing():
+            work.wait()
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the others, once, that this rank cannot go on."""
+        if not self._told:
+            self._told = True
+            self._write(f"failed {self.rank}", f"{type(error).__name__}: {error}")
+
+    def _failing(self) -> _Failing:
+        return _Failing(self)
+
+    def _look(self, waited_s: float) -> None:
+        if waited_s < PATIENCE_S:
+            return
+        self._raise_told()
+        if waited_s > self._timeout_s:
+            missing = self._missing()
+            raise EngineError(
+                f"{missing or 'another rank'} did not come to a collective of the offload engine "
+                f"in {self._timeout_s:.0f} s, after step {self.step}: likely it is stopped, or "
+                "waits elsewhere, as in a collective of its own; end the job, and go on from the "
+                "last checkpoint"
+            )
+
+    def _raise_told(self) -> None:
+        for rank in range(self.ranks):
+            if rank != self.rank and (told := self._read(f"failed {rank}")):
+                raise EngineError(
+                    f"rank {rank} on {told['host']}, process {told['pid']}, failed after step "
+                    f"{told['step']}: {told['what']}. This rank cannot go on without it: end the "
+                    "job, and go on from the last checkpoint"
+                )
+
+    def blame(self, error: BaseException) -> EngineError:
+        """What to raise where a collective has failed: who caused it, as far as is known."""
+        time.sleep(LOOK_AGAIN_S)  # Whoever raised may still be writing why.
+        try:
+            self._raise_told()
+        except EngineError as found:
+            return found
+        missing = self._missing() or "another rank"
+        return EngineError(
+            f"{missing} is gone after step {self.step}, as a collective of the offload engine "
+            "failed: likely its process was killed or has ended; end the job, and go on from the "
+            f"last checkpoint ({error})"
+        )
+
+    def _missing(self) -> str:
+        """The ranks that do not answer, as text."""
+        self._write(f"lives {self.rank}", "")
+        others, until = set(range(self.ranks)) - {self.rank}, time.monotonic() + PATIENCE_S
+        while others and time.monotonic() < until:
+            others = {rank for rank in others if not self._read(f"lives {rank}")}
+            time.sleep(LOOK_AGAIN_S / 2)
+        names = ", ".join(map(str, sorted(others)))
+        return f"rank {names}" if len(others) == 1 else f"ranks {names}" if others else ""
+
+    def _write(self, key: str, what: str) -> None:
+        me = {"host": socket.gethostname(), "pid": os.getpid(), "step": self.step}
+        told = {**me, "what": what}
+        try:
+            group_store(self._group).set(f"offload {key}", json.dumps(told))
+        except RuntimeError:
+            return  # The store is gone with its host.
+
+    def _read(self, key: str) -> Any:
+        try:
+            store = group_store(self._group)
+            if not store.check([f"offload {key}"]):
+                return None
+            return json.loads(store.get(f"offload {key}"))
+        except RuntimeError:
+            return None
+
+
+class _Failing:
+    """A context in which an error of torch.distributed becomes one that names the rank."""
+
+    def __init__(self, group: Group):
+        self._of = group
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, _: object) -> None:
+        if isinstance(error, RuntimeError) and not isinstance(error, EngineError):
+            raise self._of.blame(error) from error

@@ -1,0 +1,170 @@
+"""One order of collectives on all ranks, agreed as they go or known from before.
+
+[Note: Order of collectives]
+Ranks must begin the same collectives in the same order, and what a rank needs may depend on its
+data: which experts are used, how long a generation is. So a rank *asks* before it begins one: in a
+round each rank says what it needs next, and all of them do all that was asked for. A rank that
+needs nothing more of a pass says so, and does what others ask until all have said it. That takes a
+small message a unit.
+
+An order in which all ranks have asked for the same things is kept by what the slots held when it
+began. When a pass begins alike on all ranks the next time, nobody asks. A rank whose use differs
+then does the rest of the order for the others first, and asks from there on: the others hear it
+when they are through. So a difference costs time, and no rank waits for one that waits for it.
+
+A meeting (`step()`, a look at values of all ranks) is a round that all ranks say the same in.
+Where they say different things, and nobody is inside a pass, that is an error on all of them.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Callable
+from enum import IntEnum
+from typing import NamedTuple
+
+from offload.parallel.group import Message
+from offload.runtime.entry import EngineError
+
+
+class Kind(IntEnum):
+    """What a rank says in a round."""
+
+    GATHER = 0
+    """It needs the weights of a unit."""
+    EXCHANGE = 1
+    """It has the gradient of a unit."""
+    OPEN = 2
+    """A pass begins."""
+    END = 3
+    """It needs nothing more of its pass."""
+    STEP = 4
+    """`optimizer.step()`, with a digest of what it does."""
+    VALUES = 5
+    """A value is asked for that lies on all ranks."""
+
+
+_ASKS = {Kind.GATHER, Kind.EXCHANGE}
+_IN_PASS = _ASKS | {Kind.OPEN}
+
+TEXTS = {
+    Kind.END: "was at the end of a pass",
+    Kind.STEP: "called step()",
+    Kind.VALUES: "asked for values (state_dict(), a save, offload.gathered())",
+}
+
+
+class Request(NamedTuple):
+    """A collective of a unit."""
+
+    kind: int
+    unit: int
+
+
+class Order:
+    """What is agreed, and what is under way, see [Note: Order of collectives]."""
+
+    def __init__(
+        self, tell: Callable[[Message], list[Message]], serve: Callable[[Request], None]
+    ) -> None:
+        """`tell` is a round; `serve` does for other ranks what this one did not ask for."""
+        self._tell, self._serve = tell, serve
+        self._known: dict[object, tuple[Request, ...]] = {}
+        self._key: object = None
+        self._queue: deque[Request] | None = None
+        """What is left of the known order; None where ranks ask."""
+        self._done: list[Request] = []
+        """What was asked for in the pass under way."""
+        self._alike = self._left = False
+        """Whether all ranks asked for the same, and whether this one has left a known order."""
+
+    @property
+    def next(self) -> Request | None:
+        """What all ranks do next, where that is known."""
+        return self._queue[0] if self._queue else None
+
+    def open(self, key: object) -> None:
+        """A pass begins; `key` is what its order depends on."""
+        known = self._known.get(key)
+        mark = zlib.crc32(repr((key, known)).encode())
+        said = self._tell(Message(Kind.OPEN, known is not None, mark))
+        same = all(one == said[0] for one in said)
+        self._key, self._done = key, []
+        self._alike, self._left = same, False
+        self._queue = deque(known) if same and known is not None else None
+
+    def request(self, one: Request, begin: Callable[[], None]) -> None:
+        """Do a collective, by `begin`, in its turn."""
+        if self._queue is not None:
+            if self.next == one:
+                self._queue.popleft()
+                begin()
+                return
+            self._leave()
+        self._round(Message(*one), one, begin)
+
+    def close(self, members: int) -> int:
+        """The pass ends; returns the union of the ranks' `members`."""
+        asked = self._queue is None
+        if self._queue:
+            self._leave()
+        said = self._until(Message(Kind.END, 0, self._left, members))
+        if any(one.payload for one in said if one.kind == Kind.END) or not self._alike:
+            self._known.pop(self._key, None)
+        elif asked:
+            self._known[self._key] = tuple(self._done)
+        self._queue = None
+        found = 0
+        for one in said:
+            found |= one.members if one.kind == Kind.END else 0
+        return found
+
+    def meet(self, kind: Kind, unit: int = 0, payload: int = 0) -> list[Message]:
+        """Meet all other ranks, which come for the same.
+
+        Raises:
+            EngineError: they come for something else, and this is said to all.
+        """
+        return self._until(Message(kind, unit, payload))
+
+    def _leave(self) -> None:
+        """Do the rest of the known order for the other ranks."""
+        rest, self._queue, self._left = self._queue or (), None, True
+        for one in rest:
+            self._serve(one)
+
+    def _round(
+        self, message: Message, mine: Request | None, begin: Callable[[], None]
+    ) -> list[Message]:
+        """Say something, and do all that anybody asks for."""
+        said = self._tell(message)
+        wanted = sorted({Request(*one[:2]) for one in said if one.kind in _ASKS})
+        for one in wanted:
+            if one == mine:
+                begin()
+            else:
+                self._serve(one)
+        self._alike &= all(one[:2] == said[0][:2] for one in said) or not wanted
+        self._done += wanted
+        return said
+
+    def _until(self, message: Message) -> list[Message]:
+        """Serve the other ranks until they are where this one is."""
+        while True:
+            said = self._round(message, None, lambda: None)
+            kinds = {one.kind for one in said}
+            if not kinds.isdisjoint(_IN_PASS):
+                continue
+            if message.kind == Kind.END or kinds == {message.kind}:
+                return said
+            if Kind.END not in kinds:
+                self._differ(said)
+
+    @staticmethod
+    def _differ(said: list[Message]) -> None:
+        told = "; ".join(f"rank {at} {TEXTS[Kind(one.kind)]}" for at, one in enumerate(said))
+        raise EngineError(
+            f"the ranks are at different places: {told}. All ranks take the same steps, and ask "
+            "for values together: take the call out of `if rank == 0`, or skip it on all ranks"
+        )

@@ -1,0 +1,371 @@
+"""What an engine does together with those of other ranks: weights, gradients, norm, values.
+
+[Note: Ranks]
+Each rank has its shard of every unit in its own tiers, and all that moves and updates values knows
+shards only ([Note: Shards] of `planning.profile`). Here a unit is made of its shards before it is
+used, and its gradient is sent to the owners after it has come. Both are ops of the pass, which wait
+for slots and are waited for like any other; the user's thread begins them in the order of `order`.
+One more is begun ahead where it is known and its slot is free.
+
+[Note: Sums over ranks]
+An owner gets the gradients of all ranks and adds them to what it keeps one after the other, in the
+order of ranks, by the rounding of a micro-batch. So N ranks with A micro-batches each sum as one
+process does that takes the N * A in turn. Where a parameter got no gradient on a rank, that rank
+sends -0.0, which added to any number is that number.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from cpu_adam.reference import Node
+from offload.model.early_updates import Step
+from offload.model.parameter import OffloadedParameter
+from offload.model.passes import Entry, Passes
+from offload.model.snapshots import Key, Snapshots
+from offload.parallel.flat_shard import FlatShard
+from offload.parallel.group import Group
+from offload.parallel.order import Kind, Order, Request
+from offload.planning.layout import Place
+from offload.planning.profile import ITEM_BYTES, Sharding, Unit, shard_of
+from offload.program.compile import collected, exchange
+from offload.program.ops import Use, Value, Verb
+from offload.runtime.entry import EngineError
+from offload.runtime.runner import Runner, Task
+
+
+class Ranks:
+    """The part of an engine that other ranks take part in."""
+
+    def __init__(self, group: Group, runner: Runner, passes: Passes, snapshots: Snapshots):
+        """Over the ranks of `group`, which have attached the same model."""
+        self._snapshots = snapshots
+        self._shown: dict[tuple[int, int], torch.Tensor] = {}
+        """What `gathered` shows, by unit and parameter."""
+        self.group, self._runner, self._passes = group, runner, passes
+        self._plan, self._full = runner.plan, runner.plan.profile.full
+        self._order = Order(group.tell, self._serve)
+        self._flying: deque[tuple[list[Any], Callable[[], None]]] = deque()
+        """Collectives that have begun, and what to do when they are over."""
+        self.gradients: Any = None
+        """`SummedGradients`."""
+        self._backwards = 0
+        """Since the last step."""
+        runner.on_failure = group.fail
+        self._exchanged = Place("device", "exchange")
+        passes.ranks = self
+
+    # -- passes ----------------------------------------------------------------------------------
+
+    def opened(self, verb: Verb, held: Mapping[Place, int]) -> None:
+        """A pass begins, on all ranks."""
+        gathered = sorted((at.number, u) for at, u in held.items() if at.use == "full_weight")
+        self._order.open((verb.value, tuple(gathered)))
+
+    def closed(self) -> None:
+        """The pass is over: what other ranks still need of it is done first."""
+        self._land()
+        self._backwards += self._passes.verb is Verb.BACKWARD
+        members = self._order.close(self.gradients.came())
+        self._land()
+        self.gradients.also_came(members)
+
+    def gather(self, entry: Entry) -> None:
+        """The weights of a unit, which is used now; begin with those of the next."""
+        self._land()
+        task = entry.gather
+        if task is not None and not task.begun:
+            self._order.request(
+                Request(Kind.GATHER, entry.unit), partial(self._begin_gather, entry.unit, task)
+            )
+            self._land()
+        self._ahead()
+
+    def _ahead(self) -> None:
+        """Begin to gather what is used next, if nothing is in the way."""
+        entry = self._passes.following()
+        if entry is None or self._order.next != (Kind.GATHER, entry.unit):
+            return
+        task = entry.gather
+        if task is not None and not task.begun and self._runner.begins(task):
+            self._order.request(
+                Request(Kind.GATHER, entry.unit), partial(self._begin_gather, entry.unit, task)
+            )
+
+    def _begin_gather(self, unit: int, task: Task) -> None:
+        if not task.begun:
+            self._runner.begin(task)
+        home = self._plan.weight_slot[unit] or self._plan.home("weight", unit)
+        here = self._runner.memory.at(Use(home, Value("weight", unit)))
+        works = self._gathered(unit, here, self._runner.memory.weights(unit))
+        self._flying.append((works, partial(self._runner.finish, task)))
+
+    def gather_apart(self, unit: int, into: torch.Tensor) -> None:
+        """The weights of a unit in other memory than its slot."""
+        self._land()
+        self._order.request(Request(Kind.GATHER, unit), partial(self._gather_home, unit, into))
+        self._land()
+
+    def _gather_home(self, unit: int, into: torch.Tensor) -> None:
+        size = self._plan.bytes_of("weight", unit)
+        here = self._runner.device.empty((size,), torch.uint8)
+        self._runner.read_weights(unit, here)
+        for work in self._gathered(unit, here, into):
+            self.group.wait(work)
+
+    def _gathered(self, unit: int, here: torch.Tensor, into: torch.Tensor) -> list[Any]:
+        return [
+            self.group.gather(into[full], here[part])
+            for full, part in self._segments(unit, "weight")
+        ]
+
+    def _segments(self, unit: int, kind: str) -> Iterator[tuple[slice, slice]]:
+        """The bytes of each segment in a full unit, and in its shard."""
+        for full, part in zip(self._full[unit].segments, self._plan.profile.units[unit].segments):
+            if kind == "weight":
+                item, at, mine = ITEM_BYTES[full.dtype], full.weight_offset, part.weight_offset
+            elif full.trainable:
+                item, at = ITEM_BYTES[full.gradient_dtype], full.gradient_offset
+                mine = part.gradient_offset
+            else:
+                continue
+            size, own = full.elements * item, part.elements * item
+            yield slice(at, at + size), slice(mine, mine + own)
+
+    def _land(self) -> None:
+        """Wait for the collectives that have begun."""
+        while self._flying:
+            works, over = self._flying.popleft()
+            for work in works:
+                self.group.wait(work)
+            over()
+
+    def _serve(self, one: Request) -> None:
+        """Take part in what other ranks need and this one does not, now."""
+        self._land()
+        if one.kind == Kind.GATHER:
+            reserve = self._runner.memory.at(
+                Use(Place("device", "reserve"), Value("weight", one.unit))
+            )
+            self._gather_home(one.unit, reserve)
+        elif not self.gradients.offer(one.unit):
+            self._exchange_nothing(one.unit)
+        self._land()
+
+    # -- gradients -------------------------------------------------------------------------------
+
+    def exchange(self, unit: int) -> None:
+        """The gradient of a unit, all of it that has come, to its owners."""
+        self._land()
+        self._order.request(Request(Kind.EXCHANGE, unit), partial(self.begin_exchange, unit))
+        self._ahead()
+
+    def begin_exchange(self, unit: int) -> None:
+        """The same, where it is this unit's turn."""
+        value, runner = Value("gradient", unit), self._runner
+        (task,) = runner.start(
+            runner.moves(exchange, unit, self._passes.position + 1), self._passes.number
+        )
+        runner.begin(task)
+        works = self._exchange(
+            unit, runner.memory.at(Use(collected(self._plan, unit).place, value))
+        )
+
+        def over() -> None:
+            runner.finish(task)
+            self._fold(unit)
+
+        self._flying.append((works, over))
+
+    def _exchange_nothing(self, unit: int) -> None:
+        """Take part in the exchange of a gradient of which nothing came here."""
+        reserve = Use(Place("device", "reserve"), Value("gradient", unit))
+        source = self._runner.memory.at(reserve)
+        for segment, (full, _) in zip(self._full[unit].segments, self._segments(unit, "gradient")):
+            source[full].view(getattr(torch, segment.gradient_dtype)).fill_(-0.0)
+        self._flying.append((self._exchange(unit, source), partial(self._fold, unit)))
+
+    def _exchange(self, unit: int, source: torch.Tensor) -> list[Any]:
+        came = self._runner.memory.at(Use(self._exchanged, Value("gradient", unit)))
+        return [
+            self.group.exchange(came[full], source[full])
+            for full, _ in self._segments(unit, "gradient")
+        ]
+
+    def _fold(self, unit: int) -> None:
+        came = self._runner.memory.at(Use(self._exchanged, Value("gradient", unit)))
+        parts = [
+            came[full].view(self.group.ranks, -1) for full, _ in self._segments(unit, "gradient")
+        ]
+
+        def part_of(rank: int) -> torch.Tensor:
+            return torch.cat([part[rank] for part in parts]) if parts[1:] else parts[0][rank]
+
+        self.gradients.fold(unit, part_of)
+
+    # -- the step --------------------------------------------------------------------------------
+
+    def agree(self, step: Step) -> None:
+        """Meet in `step()`, and see that all ranks take the same one.
+
+        Raises:
+            EngineError: they do not; on all of them.
+        """
+        mine = sorted((unit, *of) for unit, of in step.items())
+        rows = sorted({repr(one) for of in step.values() for one in of.values()})
+        text = repr((self._backwards, mine, rows))
+        said = self._order.meet(Kind.STEP, 0, zlib.crc32(text.encode()))
+        backwards, self._backwards = self._backwards, 0
+        if all(one == said[0] for one in said):
+            self.group.step += 1
+            return
+        of = sum(map(len, step.values()))
+        shown = f"{backwards} backwards, then {of} parameters by {', '.join(rows[:2]) or 'nothing'}"
+        told = self.group.tell_objects(shown)
+        raise EngineError(
+            f"the ranks take different steps after step {self.group.step}: "
+            + "; ".join(f"rank {at}: {one}" for at, one in enumerate(told))
+            + ". Let all ranks take as many micro-batches, skip the same steps, and build the "
+            "optimizer and its scheduler alike"
+        )
+
+    def combine(self, clip: Any, task: Task) -> None:
+        """The norm over all ranks: the sums of squares of each, in the order of one process."""
+        runner = self._runner
+        runner.begin(task)
+        mine = [(leaf, *node) for leaf, nodes in sorted(clip.parts().items()) for node in nodes]
+        counts = [one.payload for one in self._order.meet(Kind.STEP, 1, len(mine))]
+        table = torch.zeros(max(*counts, 1), 4, dtype=torch.float64)
+        if mine:
+            table[: len(mine)] = torch.from_numpy(np.array(mine, np.float64))
+        for rank, rows in enumerate(self._all_of(table)):
+            found = dict[int, list[Node]]()
+            for leaf, index, level, total in rows[: counts[rank]].tolist():
+                found.setdefault(int(leaf), []).append((int(index), int(level), total))
+            for leaf, nodes in found.items() if rank != self.group.rank else ():
+                clip.put(leaf, nodes)
+        clip.combine()
+        runner.finish(task)
+
+    # -- values ----------------------------------------------------------------------------------
+
+    def answers(self, unit: int, index: int, function: Any, args: Any) -> bool:
+        """Whether a function of a parameter at rest needs nothing of other ranks; see `answer`."""
+        parameter, *others = args or (None,)
+        if (unit, index) in self._shown:
+            return False
+        if function is torch.Tensor.copy_ and isinstance(parameter, OffloadedParameter):
+            return not isinstance(others[0], OffloadedParameter)
+        return function in (torch.Tensor.detach, torch.Tensor.data.__get__)  # type: ignore
+
+    def answer(self, unit: int, index: int, function: Any, args: Any) -> Any:
+        """Do a function of a parameter that needs nothing of other ranks."""
+        if function is torch.Tensor.copy_:
+            args[0]._offload_access.set_data(args[1].to(args[0].dtype))
+            return args[0]
+        return self.shard("weight", unit, index, self._snapshots.read(Key("weight", unit, index)))
+
+    def shard(self, kind: str, unit: int, index: int, here: torch.Tensor) -> FlatShard:
+        """A value of a parameter as the user has it."""
+        one, first = self._full[unit].parameters[index], self.local(unit, index).start
+        return FlatShard(here.view(-1), one.shape, first, f"{kind} of {one.name}", self._norms)
+
+    def shown(self, unit: int, index: int) -> torch.Tensor:
+        """A parameter inside `gathered`.
+
+        Raises:
+            ShardError: it is not.
+        """
+        if (found := self._shown.get((unit, index))) is None:
+            here = self._snapshots.read(Key("weight", unit, index))
+            self.shard("weight", unit, index, here)._refuse("a value")
+        return found
+
+    def _norms(self, parts: Sequence[torch.Tensor], order: float) -> torch.Tensor:
+        """The norms of tensors of which each rank has a part: the same floats on all of them."""
+        self._land()
+        self._order.meet(Kind.VALUES, len(parts), int(order) if order == order // 1 else 0)
+        largest = order == float("inf")
+        mine = [
+            (one.abs().max() if largest else one.double().abs().pow(order).sum())
+            if one.numel()
+            else one.new_zeros(())
+            for one in parts
+        ]
+        table = torch.stack([one.double() for one in mine])
+        rows = torch.stack(list(self._all_of(table)))
+        return rows.amax(0) if largest else rows.sum(0).pow(1 / order)
+
+    @contextmanager
+    def gathered(self, places: Sequence[tuple[int, int]], source: int | None) -> Iterator[None]:
+        """See `parallel.gathered`."""
+        snapshots = self._snapshots
+        for unit, index in places:
+            here = snapshots.read(Key("weight", unit, index))
+            self._shown[unit, index] = self.assembled(unit, index, here)
+        before = {at: self.part(*at, self._shown[at]).clone() for at in places}
+        try:
+            yield
+        finally:
+            for unit, index in places:
+                found = self._shown.pop((unit, index))
+                if source is not None:
+                    self.group.spread(found, source)
+                mine = self.part(unit, index, found)
+                if not torch.equal(_bits(mine), _bits(before[unit, index])):
+                    snapshots.put(Key("weight", unit, index), mine)
+
+    def assembled(self, unit: int, parameter: int, here: torch.Tensor) -> torch.Tensor:
+        """A value of a parameter, in its shape, of which each rank gives what it has.
+
+        Raises:
+            EngineError: other ranks do not ask for it.
+        """
+        self._land()
+        self._order.meet(Kind.VALUES, unit, parameter)
+        counts = [one.elements for one in self._parts(unit, parameter)]
+        padded = here.new_zeros(max(*counts, 1))
+        padded[: here.numel()] = here.reshape(-1)
+        rows = self._all_of(padded)
+        found = torch.cat([row[:count] for row, count in zip(rows, counts)])
+        return found.view(self._full[unit].parameters[parameter].shape)
+
+    def part(self, unit: int, parameter: int, value: torch.Tensor) -> torch.Tensor:
+        """As much of a value, full or a shard, as is here, flat."""
+        if isinstance(value, FlatShard):
+            return value.local()[1]
+        return value.reshape(-1)[self.local(unit, parameter)]
+
+    def local(self, unit: int, parameter: int) -> slice:
+        """Which elements of a parameter this rank has."""
+        one = self._plan.profile.units[unit].parameters[parameter]
+        return slice(one.first, one.first + one.elements)
+
+    def _parts(self, unit: int, parameter: int) -> list[Any]:
+        return [shard.parameters[parameter] for shard in self._shards(self._full[unit])]
+
+    def _shards(self, full: Unit) -> Iterator[Unit]:
+        for rank in range(self.group.ranks):
+            yield shard_of(full, Sharding(rank, self.group.ranks))
+
+    def _all_of(self, part: torch.Tensor) -> Sequence[torch.Tensor]:
+        """A tensor of each rank, all of one shape."""
+        flat = part.contiguous().view(-1).view(torch.uint8)
+        device = self._runner.device
+        flat = flat.to(device.torch_device)
+        into = device.empty((self.group.ranks * flat.numel(),), torch.uint8)
+        self.group.wait(self.group.gather(into, flat))
+        into = into.to(part.device)
+        return [one.view(part.dtype).view(part.shape) for one in into.chunk(self.group.ranks)]
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)

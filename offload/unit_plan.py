@@ -1,0 +1,116 @@
+"""The units of a model and their plan: how it is cut, over ranks too, and where the parts live."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from operator import itemgetter
+from typing import Any
+
+from offload.config import Config
+from offload.model.units import Group, merged
+from offload.planning.layout import Plan
+from offload.planning.machine import Machine
+from offload.planning.planner import BudgetError, Grain, plan_cut
+from offload.planning.profile import (
+    ALONE,
+    CHUNK_ELEMENTS,
+    ParameterSpec,
+    Profile,
+    Sharding,
+    Unit,
+    lay_out_unit,
+    profile_of,
+)
+from offload.planning.tiers import TIERS
+
+UNIT_COST_BYTES = 256 << 10
+"""What one more unit costs in a step, as so many bytes do that live one tier further away."""
+
+
+def spec_of(
+    group: Group,
+    config: Config,
+    chunk_elements: int = CHUNK_ELEMENTS,
+    ranks: int = 1,
+    *,
+    trains: bool,
+) -> Unit:
+    """The layout of a unit whose parameters are known."""
+    wanted = [
+        ParameterSpec(name, tuple(p.shape), str(p.dtype)[6:], trains and p.requires_grad)
+        for name, p in group.named.items()
+    ]
+    return lay_out_unit(
+        group.name,
+        wanted,
+        gradient_dtype={"param": "param", "fp32": "float32"}[config.gradient_dtype],
+        lasting=group.lasting,
+        backward=group.backward,
+        chunk_elements=chunk_elements,
+        ranks=ranks,
+    )
+
+
+def planned_alike(
+    cut: Callable[[Sharding], tuple[list[Group], Plan]], group: Any, config: Config
+) -> tuple[list[Group], Plan]:
+    """The plan of each rank of a group, in which ranks send each other least: of those that
+    `Config.shard` allows the first that fits all of them.
+
+    Raises:
+        BudgetError: none fits here.
+        EngineError: none fits another rank.
+    """
+
+    def least() -> tuple[list[Group], Plan]:
+        sharding = Sharding(group.rank, group.ranks)
+        if config.shard != 3:
+            try:
+                return cut(replace(sharding, keeps=True))
+            except BudgetError:
+                if config.shard == 2:
+                    raise
+        return cut(sharding)
+
+    found: tuple[list[Group], Plan] = group.all_or_none(least, id)
+    return found
+
+
+def planned(
+    groups: list[Group],
+    config: Config,
+    machine: Machine,
+    rule: str,
+    sharding: Sharding = ALONE,
+    *,
+    trains: bool,
+) -> tuple[list[Group], Plan]:
+    """The units and their plan: small neighbours fused or not, whichever costs least. Larger units
+    have larger slots, which leave less room in the fast tiers.
+
+    Raises:
+        BudgetError: nothing fits; it tells what would do where none are fused.
+    """
+
+    def profile(groups: list[Group], cut: Grain) -> Profile:
+        how = config, cut.elements, sharding.ranks
+        units = [spec_of(group, *how, trains=trains) for group in groups]
+        return profile_of(units, chunk_stages=cut.stages, sharding=sharding)
+
+    def cost(groups: list[Group]) -> tuple[float, list[Group], Plan | BudgetError]:
+        try:
+            found = plan_cut(partial(profile, groups), config, machine, rule=rule)
+        except BudgetError as error:
+            return math.inf, groups, error
+        away = sum(row.bytes * TIERS.index(row.tier) for row in found.rows())
+        return away + UNIT_COST_BYTES * len(groups), groups, found
+
+    fused = profile(groups, Grain()).fusions([group.listed for group in groups])
+    ways = [groups, *(list(merged(groups, parts)) for parts in fused)]
+    _, chosen, found = min(map(cost, ways), key=itemgetter(0))
+    if isinstance(found, BudgetError):
+        raise found
+    return chosen, found

@@ -1,0 +1,278 @@
+"""Several ranks in processes of this machine, over gloo, which do one job after the other."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import offload
+from offload.parallel import local
+from offload.parallel.flat_shard import FlatShard
+
+SPAWN = multiprocessing.get_context("spawn")
+PATIENCE_S = 60
+
+
+class World:
+    """So many ranks; a job is the name of a function of `tests.ranks_jobs`, or of this module."""
+
+    def __init__(self, ranks: int, directory: Path):
+        self.ranks, self._directory = ranks, directory
+        self._pipes: list[Any] = []
+        self.processes: list[Any] = []
+
+    def _start(self) -> None:
+        store = str(self._directory / f"store-{time.monotonic_ns()}")
+        for rank in range(self.ranks):
+            mine, other = SPAWN.Pipe()
+            one = SPAWN.Process(target=_serve, args=(rank, self.ranks, store, other), daemon=True)
+            one.start()
+            other.close()
+            self._pipes.append(mine)
+            self.processes.append(one)
+
+    def begin(self, job: str, *args: Any, **options: Any) -> None:
+        """Let all ranks do a job; they are started where none are."""
+        if not self.processes:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send((job, args, options))
+
+    def results(self, patience_s: float = PATIENCE_S, of: int | None = None) -> list[Any]:
+        """What each rank returns, or the first so many: an exception that it raised, None of one
+        that is gone."""
+        until, found = time.monotonic() + patience_s, []
+        for rank, pipe in enumerate(self._pipes[:of]):
+            if not pipe.poll(max(0.0, until - time.monotonic())):
+                self.close()
+                raise TimeoutError(f"rank {rank} of {self.ranks} did not come back")
+            try:
+                found.append(pipe.recv())
+            except (EOFError, ConnectionResetError):
+                found.append(None)
+        return found
+
+    def run(self, job: str, *args: Any, **options: Any) -> list[Any]:
+        """The results of a job in which no rank raises."""
+        self.begin(job, *args, **options)
+        found = self.results()
+        failed = [one for one in found if isinstance(one, Failed)]
+        if failed:
+            self.close()  # The others may still wait for one that raised.
+        assert not failed, failed[0].text
+        return found
+
+    def close(self) -> None:
+        for one in self.processes:
+            one.kill()
+            one.join()
+        self._pipes, self.processes = [], []
+
+
+@dataclass
+class Failed:
+    """An exception of a rank."""
+
+    kind: str
+    message: str
+    text: str = field(repr=False)
+    seconds: float = 0.0
+
+
+def _serve(rank: int, ranks: int, store: str, pipe: Any) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    os.environ["LOCAL_WORLD_SIZE"] = str(ranks)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    from tests import ranks_jobs
+
+    while True:
+        try:
+            job, args, options = pipe.recv()
+        except EOFError:
+            return
+        since = time.monotonic()
+        try:
+            pipe.send(getattr(ranks_jobs, job)(rank, ranks, *args, **options))
+        except BaseException as error:
+            seconds = time.monotonic() - since
+            failed = Failed(type(error).__name__, str(error), traceback.format_exc(), seconds)
+            pipe.send(failed)
+
+
+# -- one process that does what the ranks do -----------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    """A few blocks of odd sizes. `kind` is one of `KINDS`."""
+
+    def __init__(self, kind: str = "plain", width: int = 47, vocabulary: int = 37):
+        super().__init__()
+        self.kind = kind
+        self.embed = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(4))
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        if kind == "tied":
+            self.head.weight = self.embed.weight
+        if kind == "frozen":
+            for block in self.blocks[:2]:
+                block.requires_grad_(False)
+        if kind == "adapter":
+            self.requires_grad_(False)
+            self.extra = nn.Linear(width, width)
+        if kind == "scalar":
+            self.gain = nn.Parameter(torch.ones(()))
+
+    def forward(self, tokens: torch.Tensor, only: int | None = None) -> torch.Tensor:
+        x = self.embed(tokens)
+        for at, block in enumerate(self.blocks):
+            if only is not None and at == only:
+                continue
+            if self.kind == "checkpointed":
+                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x)
+            if self.kind == "twice" and at == 1:
+                x = block(x)
+        if self.kind == "adapter":
+            x = x + self.extra(x)
+        if self.kind == "scalar":
+            x = x * self.gain
+        return self.head(x)
+
+
+KINDS = ("plain", "tied", "frozen", "adapter", "scalar", "checkpointed", "twice", "unused")
+
+
+@dataclass(frozen=True)
+class How:
+    """A training run, over any number of ranks."""
+
+    kind: str = "plain"
+    dtype: torch.dtype = torch.bfloat16
+    micro: int = 1
+    steps: int = 3
+    optimizer: str = "AdamW"
+    config: dict[str, Any] = field(default_factory=dict)
+
+    def build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(3)
+        model = Model(self.kind).to(self.dtype)
+        make = getattr(torch.optim, self.optimizer)
+        options = {"momentum": 0.9} if self.optimizer == "SGD" else {}
+        trained = [one for one in model.parameters() if one.requires_grad]
+        return model, make(trained, lr=1e-2, **options)
+
+    def loss(self, model: nn.Module, number: int) -> torch.Tensor:
+        """Of one micro-batch."""
+        generator = torch.Generator().manual_seed(100 + number)
+        tokens = torch.randint(0, 37, (2, 7), generator=generator)
+        only = 1 if self.kind == "unused" else None
+        out = model(tokens, only)
+        return nn.functional.cross_entropy(out.float().flatten(0, 1), tokens.flatten()) / self.micro
+
+
+MEMORY = {"device_memory": "64MiB", "cpu_memory": "64MiB"}
+
+
+@dataclass
+class Trained:
+    """What is left of a run: by name, each as far as a rank has it."""
+
+    losses: list[float]
+    norms: list[float | None]
+    values: dict[str, tuple[int, torch.Tensor]]
+    """By name, which element is the first, and the values, flat."""
+    sent_bytes: int = 0
+
+
+def one_process(how: How, ranks: int) -> Trained:
+    """What the ranks together have to give."""
+    model, optimizer = how.build()
+    options = {
+        name: value
+        for name, value in how.config.items()
+        if name in ("states", "gradient_dtype", "max_grad_norm")
+    }
+    model, optimizer = offload.attach(model, optimizer, offload.Config(**MEMORY, **options))
+    scale = 1 if how.config.get("reduce") == "sum" else ranks
+    losses, norms = [], []
+    for step in range(how.steps):
+        for micro in range(how.micro):
+            for rank in range(ranks):
+                loss = how.loss(model, (step * how.micro + micro) * ranks + rank)
+                (loss / scale).backward()
+                losses.append(loss.item())
+        optimizer.step()
+        norms.append(optimizer.grad_norm())
+        optimizer.zero_grad()
+    found = Trained(losses, norms, values_of(model, optimizer))
+    offload.engine_of(model).close()
+    return found
+
+
+def values_of(model: nn.Module, optimizer: Any) -> dict[str, tuple[int, torch.Tensor]]:
+    """All weights and states, as far as they are here."""
+    found = {}
+    for name, value in model.state_dict().items():
+        found[name] = value
+    for number, state in optimizer.state_dict()["state"].items():
+        for name, value in state.items():
+            found[f"{number} {name}"] = value
+    kept = {}
+    for name, value in found.items():
+        here, values = local(value) if isinstance(value, FlatShard) else (range(1), value.view(-1))
+        kept[name] = here.start, values.clone()
+    return kept
+
+
+def joined(found: list[Trained]) -> dict[str, torch.Tensor]:
+    """The values of all ranks."""
+    every = {}
+    for name in found[0].values:
+        parts = sorted((one.values[name] for one in found), key=lambda part: part[0])
+        if all(torch.equal(part, parts[0][1]) and start == parts[0][0] for start, part in parts):
+            every[name] = parts[0][1]  # A step, or a buffer: of each rank.
+            continue
+        at = 0
+        for start, part in parts:
+            assert not part.numel() or start == at, f"{name} has a gap at {at}"
+            at += part.numel()
+        every[name] = torch.cat([part for _, part in parts])
+    return every
+
+
+def assert_as_one(found: list[Trained], how: How) -> None:
+    """The ranks have trained as one process does, to the bit."""
+    ranks, wanted = len(found), one_process(how, len(found))
+    for rank, one in enumerate(found):
+        assert one.losses == wanted.losses[rank::ranks]
+        assert one.norms == wanted.norms
+    every = joined(found)
+    assert every.keys() == wanted.values.keys()
+    for name, (_, value) in wanted.values.items():
+        assert torch.equal(_bits(every[name]), _bits(value)), f"{name} differs"
+
+
+def _bits(value: torch.Tensor) -> torch.Tensor:
+    return value.contiguous().view(torch.uint8)

@@ -1,0 +1,216 @@
+"""What ranks do in tests: each function runs on every rank of a `ranks.World`."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+import offload
+from tests.ranks import MEMORY, How, Model, Trained, values_of
+
+
+def train(rank: int, ranks: int, how: How) -> Trained:
+    """Train, and give what is left."""
+    model, optimizer = how.build()
+    model, optimizer = offload.attach(model, optimizer, offload.Config(**MEMORY, **how.config))
+    engine = offload.engine_of(model)
+    losses, norms = [], []
+    for step in range(how.steps):
+        for micro in range(how.micro):
+            loss = how.loss(model, (step * how.micro + micro) * ranks + rank)
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        norms.append(optimizer.grad_norm())
+        optimizer.zero_grad()
+    sent = engine.ranks.group.sent_bytes if ranks > 1 else 0
+    found = Trained(losses, norms, values_of(model, optimizer), sent)
+    engine.close()
+    return found
+
+
+def nothing(rank: int, ranks: int, *args: Any) -> int:
+    """Only be there."""
+    return rank
+
+
+def _attached(how: How) -> tuple[Any, Any]:
+    model, optimizer = how.build()
+    return offload.attach(model, optimizer, offload.Config(**MEMORY, **how.config))
+
+
+def diverge(rank: int, ranks: int, how: How) -> dict[str, tuple[int, torch.Tensor]]:
+    """Each rank leaves out another block in one step, and calls forward another number of times."""
+    model, optimizer = _attached(how)
+    for step in range(4):
+        if step == 2:
+            with torch.no_grad():
+                for _ in range(1 + 2 * rank):
+                    model(torch.tensor([[1, 2]]))
+        tokens = torch.arange(6).view(1, 6) + rank
+        out = model(tokens, (rank if step % 2 else None))
+        out.float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = values_of(model, optimizer)
+    offload.engine_of(model).close()
+    return found
+
+
+def clip(rank: int, ranks: int, how: How) -> tuple[list[float], dict[str, Any]]:
+    """Clip by torch's own function, and edit gradients in place."""
+    model, optimizer = _attached(how)
+    norms = []
+    for step in range(3):
+        how.loss(model, step * ranks + rank).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.3)))
+        with torch.no_grad():
+            model.head.weight.grad.mul_(2)
+        optimizer.step()
+        optimizer.zero_grad()
+    found = norms, values_of(model, optimizer)
+    offload.engine_of(model).close()
+    return found
+
+
+def touch(rank: int, ranks: int, how: How) -> dict[str, str]:
+    """What each touch of a value says, on one rank; and what works."""
+    model, optimizer = _attached(how)
+    how.loss(model, rank).backward()
+    weight, said = model.head.weight, {}
+    touches = {
+        "add": lambda: weight * 2,
+        "cpu": lambda: weight.tolist(),
+        "print": lambda: weight.detach() + 1,
+        "grad": lambda: weight.grad.sum(),
+        "save": lambda: torch.save(model.state_dict(), io.BytesIO()),
+        "item": lambda: weight.detach().tolist(),
+    }
+    for name, one in touches.items() if rank else ():
+        try:
+            one()
+            said[name] = "nothing"
+        except offload.ShardError as error:
+            said[name] = str(error)
+    assert weight.shape == (37, 47) == weight.grad.shape
+    assert weight.requires_grad
+    assert "FlatShard" in repr(weight.detach())
+    here, values = offload.local(weight)
+    with offload.gathered(model):
+        whole = weight.detach().clone()
+        with torch.no_grad():
+            weight.mul_(2)
+    assert torch.equal(whole.view(-1)[here.start : here.stop], values)
+    with offload.gathered(model, ["head.weight"], source=1):
+        assert torch.equal(weight, whole * 2)
+        with torch.no_grad():
+            weight.add_(rank)
+    with offload.gathered(model, ["head.weight"]):
+        assert torch.equal(weight, whole * 2 + 1)
+    optimizer.step()
+    offload.engine_of(model).close()
+    return said
+
+
+def save(rank: int, ranks: int, how: How, folder: str) -> Trained:
+    """Save by torch.distributed.checkpoint after a step, and go on."""
+    model, optimizer = _attached(how)
+    _steps(model, optimizer, how, rank, ranks, [0])
+    dcp.save(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=folder
+    )
+    losses = _steps(model, optimizer, how, rank, ranks, [1])
+    found = Trained(losses, [], values_of(model, optimizer))
+    offload.engine_of(model).close()
+    return found
+
+
+def load(rank: int, ranks: int, how: How, folder: str, micro: int) -> Trained:
+    """Load what other ranks have saved, and go on with as many micro-batches in all."""
+    model, optimizer = _attached(how)
+    _steps(model, optimizer, replace(how, micro=1), rank, ranks, [7])  # So that there are states.
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    dcp.load(state, checkpoint_id=folder)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    losses = _steps(model, optimizer, replace(how, micro=micro), rank, ranks, [1])
+    found = Trained(losses, [], values_of(model, optimizer))
+    offload.engine_of(model).close()
+    return found
+
+
+def _steps(
+    model: Any, optimizer: Any, how: How, rank: int, ranks: int, steps: list[int]
+) -> list[float]:
+    losses = []
+    for step in steps:
+        for micro in range(how.micro):
+            loss = how.loss(model, (step * how.micro + micro) * ranks + rank)
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def differ(rank: int, ranks: int, how: How, what: str) -> None:
+    """Rank 1 does something else than rank 0."""
+    if what == "model" and rank:
+        how = replace(how, kind="tied")
+    if what == "seed":
+        torch.manual_seed(rank)
+        model = Model()
+        optimizer = torch.optim.AdamW(model.parameters())
+        offload.attach(model, optimizer, offload.Config(**MEMORY))
+    if what == "config" and rank:
+        how = replace(how, config={**how.config, "gradient_dtype": "fp32"})
+    if what == "budget" and rank:
+        how = replace(how, config={**how.config, "device_memory": 1, "cpu_memory": 1})
+    model, optimizer = how.build()
+    options = {**MEMORY, "comm_timeout": 5.0, **how.config}
+    model, optimizer = offload.attach(model, optimizer, offload.Config(**options))
+    try:
+        for step in range(3):
+            for _ in range(2 if what == "batches" and rank and step else 1):
+                how.loss(model, step * ranks + rank).backward()
+            if what == "lr" and rank and step:
+                optimizer.param_groups[0]["lr"] = 0.5
+            if what == "skipped" and rank and step == 1:
+                optimizer.zero_grad()
+                continue
+            if what == "raise" and rank and step:
+                offload.engine_of(model).runner.fail(OSError("the drive is gone"))
+            if what == "kill" and rank and step:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if what == "stop" and rank and step:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if what == "values" and rank == 0 and step:
+                offload.gathered(model).__enter__()
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        offload.engine_of(model).close()
+
+
+def refused(rank: int, ranks: int, how: How) -> list[str]:
+    """What knows no other ranks, asked for on all of them."""
+    model, optimizer = _attached(how)
+    said = []
+    for ask in (
+        lambda: offload.save(model, optimizer, "nowhere"),
+        lambda: offload.export(model, "nowhere"),
+        lambda: offload.sleep(model),
+    ):
+        with pytest.raises(RuntimeError) as error:
+            ask()
+        said.append(str(error.value))
+    offload.engine_of(model).close()
+    return said

@@ -1,0 +1,164 @@
+"""Two ranks train as one process does, to the bit."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offload.parallel.flat_shard import boxes
+from tests import ranks_jobs
+from tests.ranks import KINDS, Failed, How, World, assert_as_one, joined
+
+PLACES = {"params": "cpu", "gradients": "cpu", "optimizer": "cpu"}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    world = World(2, tmp_path_factory.mktemp("two"))
+    yield world
+    world.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_model(two: World, kind: str) -> None:
+    how = How(kind, micro=2, config={**PLACES, "max_grad_norm": 0.5})
+    assert_as_one(two.run("train", how), how)
+
+
+@pytest.mark.parametrize("shard", [2, 3])
+@pytest.mark.parametrize("states", ["exact", "compact"])
+def test_states(two: World, shard: int, states: str) -> None:
+    how = How(micro=3, config={"shard": shard, "states": states})
+    assert_as_one(two.run("train", how), how)
+
+
+def test_all_on_nvme(two: World, tmp_path: Path) -> None:
+    places: dict[str, Any] = dict.fromkeys(PLACES, "nvme")
+    how = How(micro=2, config={**places, "nvme_path": str(tmp_path), "max_grad_norm": 0.5})
+    assert_as_one(two.run("train", how), how)
+
+
+@pytest.mark.parametrize("shard", [2, 3])
+def test_ranks_that_need_different_units_wait_for_each_other(two: World, shard: int) -> None:
+    how = How("unused", config={"shard": shard})
+    one, other = (two.run("diverge", how) for _ in range(2))
+    for mine, again in zip(one, other):
+        for name, (start, value) in mine.items():
+            assert again[name][0] == start
+            assert torch.equal(again[name][1], value), name
+
+
+def test_clipping_by_torch_gives_one_norm(two: World) -> None:
+    how = How(dtype=torch.float32)
+    (norms, values), (others, _) = two.run("clip", how)
+    assert norms == others
+    assert all(torch.isfinite(value).all() for _, value in values.values())
+
+
+def test_a_touch_says_what_to_do(two: World) -> None:
+    _, said = two.run("touch", How())
+    assert said.keys() == {"add", "cpu", "print", "grad", "save", "item"}
+    for text in said.values():
+        assert "of 1739 are on this rank" in text
+        assert "offload.gathered" in text
+
+
+def test_saved_by_two_and_continued_by_one_and_by_two(two: World, tmp_path: Path) -> None:
+    how = How(micro=1, dtype=torch.float32)
+    went_on = joined(two.run("save", how, str(tmp_path)))
+    again = joined(two.run("load", how, str(tmp_path), 1))
+    with warnings.catch_warnings(action="ignore"):  # That there is no process group.
+        alone = joined([ranks_jobs.load(0, 1, replace(how, micro=2), str(tmp_path), 2)])
+    assert went_on.keys() == again.keys() == alone.keys()
+    for name, value in went_on.items():
+        assert torch.equal(again[name], value), name
+
+
+@pytest.mark.parametrize("what", ["model", "seed", "config", "budget"])
+def test_ranks_that_attach_different_things(two: World, what: str) -> None:
+    two.begin("differ", How(), what)
+    for one in two.results():
+        assert isinstance(one, Failed), one
+        assert one.kind in ("ValueError", "BudgetError", "EngineError"), one.text
+
+
+AT_ONCE = {
+    "batches": "rank 0: 1 backwards",
+    "lr": "lr=0.5",
+    "skipped": "the ranks take different steps after step 1",
+    "values": "rank 0 asked for values",
+}
+
+
+@pytest.mark.parametrize("what", AT_ONCE)
+def test_ranks_that_take_different_steps(two: World, what: str) -> None:
+    two.begin("differ", How(), what)
+    for one in two.results():
+        assert isinstance(one, Failed), one
+        assert one.kind == "EngineError", one.text
+        assert re.search(AT_ONCE[what], one.message), one.message
+
+
+FAULTS = {
+    "raise": "rank 1 on .* failed after step 1: OSError: the drive is gone",
+    "kill": "rank 1 is gone after step 1",
+    "stop": "rank 1 did not come .* after step 1: likely it is stopped",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", FAULTS)
+def test_a_rank_that_fails_is_named(what: str, tmp_path: Path) -> None:
+    world = World(2, tmp_path)
+    world.begin("differ", How(), what)
+    (one, *_) = world.results(30, of=1)
+    world.close()
+    assert isinstance(one, Failed), one
+    assert one.kind == "EngineError", one.text
+    assert re.search(FAULTS[what], one.message), one.message
+    assert one.seconds < 15
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("sizes", [(1,), (5, 3), (3, 4, 5), (2, 1, 7, 2), ()])
+def test_boxes_are_the_elements_of_a_range(sizes: tuple[int, ...], ranks: int) -> None:
+    every = torch.arange(prod(sizes)).view(sizes)
+    for first in range(prod(sizes) + 1):
+        for stop in range(first, prod(sizes) + 1, ranks):
+            found = list(boxes(sizes, first, stop))
+            assert len(found) <= max(1, 2 * len(sizes) - 1)
+            parts = [
+                every[tuple(slice(a, a + n) for a, n in zip(offsets, counts))].reshape(-1)
+                for _, offsets, counts in found
+            ]
+            there = torch.cat(parts) if parts else every.view(-1)[:0]
+            assert there.tolist() == list(range(first, stop))
+            assert [begin for begin, _, _ in found] == [int(one[0]) for one in parts]
+
+
+def test_what_knows_no_other_ranks_is_refused(two: World) -> None:
+    two.begin("refused", How())
+    for one in two.results():
+        assert isinstance(one, list), one.text
+        assert all("torch.distributed.checkpoint" in text for text in one)
+
+
+def test_one_rank_imports_nothing_of_it() -> None:
+    script = (
+        "import sys, torch, offload; m = torch.nn.Linear(4, 4); "
+        "o = torch.optim.AdamW(m.parameters()); m, o = offload.attach(m, o); "
+        "m(torch.ones(1, 4)).sum().backward(); o.step(); "
+        "assert not [name for name in sys.modules if name.startswith('offload.parallel')]; "
+        "assert not torch.distributed.is_initialized()"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)

@@ -1,0 +1,84 @@
+"""One to four ranks, every two settings together: what they train is what one process trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.covering import Case, Setting, pairwise
+from tests.ranks import KINDS, How, World, assert_as_one
+
+pytestmark = pytest.mark.slow
+
+PLACEMENTS = (
+    "auto auto auto",
+    "cpu cpu cpu",
+    "cpu device device",
+    "device cpu cpu",
+    "device device cpu",
+    "nvme cpu cpu",
+    "cpu nvme nvme",
+    "device device nvme",
+    "nvme nvme nvme",
+)
+"""Homes of weights, gradients and states."""
+
+FACTORS = {
+    "ranks": ("2", "3", "4", "1"),
+    "micro": ("1", "3"),
+    "shard": ("2", "3"),
+    "placement": PLACEMENTS,
+    "states": ("exact", "fp32", "compact"),
+    "kind": KINDS,
+    "gradients": ("param", "fp32"),
+    "norm": ("0.5", "none"),
+    "optimizer": ("AdamW", "SGD"),
+}
+
+
+def _excluded(one: Setting, other: Setting) -> bool:
+    return (one, other) == (("states", "compact"), ("optimizer", "SGD"))
+
+
+CASES = pairwise(FACTORS, _excluded)
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, World]]:
+    made = {ranks: World(ranks, tmp_path_factory.mktemp(f"of{ranks}")) for ranks in range(1, 5)}
+    yield made
+    for world in made.values():
+        world.close()
+
+
+def test_there_are_enough_cases() -> None:
+    assert len(CASES) >= 60
+
+
+@pytest.mark.parametrize("case", sorted(CASES, key=lambda case: case["ranks"]), ids=str)
+def test_ranks_train_as_one_process_does(
+    worlds: dict[int, World], case: Case, tmp_path: Path
+) -> None:
+    ranks, fp32 = int(case["ranks"]), case["states"] == "fp32"
+    homes = dict(zip(("params", "gradients", "optimizer"), case["placement"].split()))
+    config: dict[str, Any] = {**homes, "shard": int(case["shard"])}
+    if "nvme" in case["placement"]:
+        config["nvme_path"] = str(tmp_path)
+    if case["norm"] != "none":
+        config["max_grad_norm"] = float(case["norm"])
+    config["states"] = "compact" if case["states"] == "compact" else "exact"
+    config["gradient_dtype"] = case["gradients"]
+    config["reduce"] = "sum" if ranks == 3 else "mean"
+    how = How(
+        case["kind"],
+        torch.float32 if fp32 else torch.bfloat16,
+        int(case["micro"]),
+        5,
+        case["optimizer"],
+        config,
+    )
+    assert_as_one(worlds[ranks].run("train", how), how)
