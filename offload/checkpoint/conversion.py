@@ -30,16 +30,22 @@ from offload.checkpoint.saving import write_sets
 from offload.checkpoint.shards import PART_ELEMENTS, SCALE, SHARD_BYTES, WEIGHTS, SetsReader
 
 RESIDUE = "residue"
+_NOT_TORCHS = {
+    "random": "left out: the random numbers, for which torch has no place",
+    RESIDUE: "the fp32 master of a weight in bfloat16 is that and the state `residue`, which torch "
+    "does not ask for; --dtype float32 writes the masters as weights",
+}
+"""What is told where a folder of torch.distributed.checkpoint is written."""
 
 
 def convert(source: str, target: str, kind: str = "save", dtype: str | None = None) -> list[str]:
     """Write a checkpoint as another one, which is there whole or not at all.
 
     Args:
-        source: a directory of `offload.save`, a folder of Hugging Face (safetensors), or of
-            DeepSpeed (ZeRO 1 to 3).
+        source: a directory of `offload.save`, a folder of Hugging Face (safetensors), of
+            torch.distributed.checkpoint, or of DeepSpeed (ZeRO 1 to 3).
         target: a new directory; as a save also that of an earlier one, which it replaces.
-        kind: `save`, or `huggingface`: weights alone.
+        kind: `save`; `dcp`, of torch.distributed.checkpoint; or `huggingface`: weights alone.
         dtype: of the parameters, `bfloat16` or `float32`; None: as they are, those of DeepSpeed as
             they were trained.
 
@@ -50,8 +56,8 @@ def convert(source: str, target: str, kind: str = "save", dtype: str | None = No
         OSError: something cannot be read or written; `target` has files, or is `source`.
         ValueError: `source` is of no kind that is known, or not whole.
     """
-    alone, same = kind != "save", os.path.exists(target) and os.path.samefile(source, target)
-    if (same or alone) and os.path.isdir(target) and os.listdir(target):
+    alone, same = kind == "huggingface", os.path.exists(target) and os.path.samefile(source, target)
+    if (same or kind != "save") and os.path.isdir(target) and os.listdir(target):
         told = "asked to convert to it; found files; try a new name"
         raise FileExistsError(errno.EEXIST, told, target)
     with ExitStack() as opened:
@@ -59,6 +65,12 @@ def convert(source: str, target: str, kind: str = "save", dtype: str | None = No
         found = _open(source, backend, opened)
         made = _cast(found, dtype or found.dtype, alone)
         new = opened.enter_context(whole_directory(target))
+        if kind == "dcp":
+            from offload.checkpoint.dcp_states import write_dcp
+
+            write_dcp(new, made, f"converting to {target}")
+            known = {*made.run, *made.sets}
+            return found.notices + [told for one, told in _NOT_TORCHS.items() if one in known]
         parts = (
             (prefix, name, made.values(prefix, name, *part))
             for prefix, tensors in made.sets.items()
@@ -79,13 +91,17 @@ def _open(where: str, backend: aio.Backend, opened: ExitStack) -> Checkpoint:
         return _open_sets(where, RUN in names, backend, opened)
     if is_deepspeed(where):
         return open_deepspeed(where)
+    if ".metadata" in names:
+        from offload.checkpoint.dcp_states import open_dcp
+
+        return open_dcp(where)
     if COMMIT in names:
         raise ValueError(
             f"{where}: asked to convert it; found a durable run; try attach(..., "
             "Config(durable=...)), which goes on from it, and offload.save"
         )
     raise ValueError(
-        f"{where}: asked to convert it; found no {RUN}, no model.safetensors and no "
+        f"{where}: asked to convert it; found no {RUN}, no model.safetensors, no .metadata and no "
         "mp_rank_00_model_states.pt: likely another directory, or weights pickled in a .bin file"
     )
 

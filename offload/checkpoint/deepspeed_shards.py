@@ -17,13 +17,13 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import partial
-from pickle import PickleError
 from typing import Any
 
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from offload.checkpoint.directory import FORMAT, encoded
+from offload.checkpoint.schema import told
 from offload.checkpoint.shards import WEIGHTS, Sets, Tensor, Values, joined
 
 RULES = {("exp_avg",): "lion", ("exp_avg", "exp_avg_sq"): "adam", ("momentum_buffer",): "sgd"}
@@ -83,23 +83,9 @@ def open_deepspeed(where: str) -> Checkpoint:
         ValueError: it is none of ZeRO, not whole, or has what a save cannot hold.
     """
     where = _tagged(where)
-    try:
+    cause = "a file is missing, or it is of another release, or without ZeRO"
+    with told(where, "what ZeRO of DeepSpeed 0.19 writes", cause):
         return _checkpoint(*_load(where))
-    except (
-        ArithmeticError,
-        AttributeError,
-        EOFError,
-        LookupError,
-        PickleError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ) as error:
-        told = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise ValueError(
-            f"{where}: asked to read what ZeRO of DeepSpeed 0.19 writes; found {told}; likely a "
-            "file is missing, or it is of another release, or without ZeRO"
-        ) from error
 
 
 def _load(where: str) -> tuple[list[Any], list[Any]]:

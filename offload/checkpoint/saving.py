@@ -164,7 +164,7 @@ def load(
         backend = opened.enter_context(closing(aio.open_backend()))
         reader = opened.enter_context(closing(SetsReader(where, sets, backend)))
         check_sets(sets, reader.tensors, asked)
-        moved = opened.enter_context(_progress(f"loading {where}", sets))
+        moved = opened.enter_context(progress(f"loading {where}", sets))
 
         def values(*of: Any) -> torch.Tensor:
             found = reader.values(*of)
@@ -188,7 +188,7 @@ def write_sets(
     """Write sets to a new directory; `parts` has all values in their order: prefix, name, part."""
     with ExitStack() as opened:
         backend = opened.enter_context(closing(aio.open_backend()))
-        moved = opened.enter_context(_progress(told, sets))
+        moved = opened.enter_context(progress(told, sets))
         writers = {
             prefix: opened.enter_context(SetWriter(directory, prefix, all_, backend, shard_bytes))
             for prefix, all_ in sets.items()
@@ -520,7 +520,7 @@ def check_run(run: Mapping[str, Any], optimizer: Optimizer, scheduler: Any, aske
 
 
 @contextmanager
-def _progress(what: str, sets: Sets) -> Iterator[Callable[[int], None]]:
+def progress(what: str, sets: Sets) -> Iterator[Callable[[int], None]]:
     """Shows a bar on a terminal, which stays with the time it took; is told of bytes moved."""
     total = sum(one.bytes for tensors in sets.values() for one in tensors.values())
     columns = "{task.description}", BarColumn(), DownloadColumn(), TimeElapsedColumn()

@@ -8,12 +8,40 @@ for a dict of any names. Nothing that a file says is used before it has passed.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import pickle
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 COUNT_MAX = 1 << 62
 
+_DAMAGE: tuple[type[Exception], ...] = (ArithmeticError, AssertionError, AttributeError, EOFError)
+_DAMAGE += (LookupError, MemoryError, RuntimeError, TypeError, ValueError)
+_DAMAGE += (pickle.PickleError, struct.error)
+
 Predicate = Callable[[Any], bool]
+
+
+class Refusal(ValueError):
+    """A checkpoint of others is refused, in a sentence."""
+
+
+@contextmanager
+def told(where: str, asked: str, cause: str) -> Iterator[None]:
+    """Turn what a damaged checkpoint of others can raise into a sentence.
+
+    Raises:
+        Refusal: instead of it.
+    """
+    try:
+        yield
+    except Refusal:
+        raise
+    except _DAMAGE as error:
+        found = "" if type(error) is ValueError else f"{type(error).__name__}: "
+        found += " ".join(str(error).split())[:300]
+        raise Refusal(f"{where}: asked to read {asked}; found {found}; likely {cause}") from error
 
 
 class Each(NamedTuple):

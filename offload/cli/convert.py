@@ -23,7 +23,7 @@ _Dtype = tyro.conf.arg(metavar="{bfloat16,float32}", help_behavior_hint="")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Convert:
     """Write a checkpoint as one of another kind. It is read from a directory of offload.save, a
-    folder of safetensors (Hugging Face), or of DeepSpeed (ZeRO 1
+    folder of safetensors (Hugging Face), of torch.distributed.checkpoint, or of DeepSpeed (ZeRO 1
     to 3, of any number of ranks; DeepSpeed need not be there).
     """
 
@@ -31,8 +31,9 @@ class Convert:
 
     target: tyro.conf.Positional[Annotated[str, _Target]]
 
-    to: Literal["save", "huggingface"] = "save"
-    """What is written: what offload.load reads, or weights alone as transformers reads them."""
+    to: Literal["save", "huggingface", "dcp"] = "save"
+    """What is written: what offload.load reads; weights alone as transformers reads them; or what
+    torch.distributed.checkpoint reads."""
 
     dtype: Annotated[Literal["bfloat16", "float32"] | None, _Dtype] = None
     """Of the parameters, which keep their master to the bit in both. Default: as they are, those of
@@ -41,8 +42,10 @@ class Convert:
 
 _NEXT = {
     "save": "after attach, offload.load(model, optimizer, DIR) takes it over; of weights alone "
-    "offload.load(model, None, DIR)",
-    "huggingface": "weights; its config.json is the model's, to be put beside them",
+    "offload.load(model, None, DIR); offload inspect checks it",
+    "dcp": "torch.distributed.checkpoint.load reads it, with names as get_state_dict gives them",
+    "huggingface": "weights; its config.json is the model's, to be put beside them; "
+    "offload inspect checks them",
 }
 """What is to be done with what was written."""
 
@@ -60,4 +63,4 @@ def command(arguments: Sequence[str]) -> None:
         notices = convert(asked.source, asked.target, asked.to, asked.dtype)
     console = Output()
     console.notes(notices)
-    console.sentence(f"{asked.target}: {_NEXT[asked.to]}; offload inspect checks it")
+    console.sentence(f"{asked.target}: {_NEXT[asked.to]}")
