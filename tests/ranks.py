@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import signal
@@ -41,12 +42,12 @@ class World:
             self._pipes.append(mine)
             self.processes.append(one)
 
-    def begin(self, job: str, *args: Any, **options: Any) -> None:
+    def begin(self, job: str, *args: Any) -> None:
         """Let all ranks do a job; they are started where none are."""
         if not self.processes:
             self._start()
         for pipe in self._pipes:
-            pipe.send((job, args, options))
+            pipe.send((job, args))
 
     def results(self, patience_s: float = PATIENCE_S, of: int | None = None) -> list[Any]:
         """What each rank returns, or the first so many: an exception that it raised, None of one
@@ -54,6 +55,9 @@ class World:
         until, found = time.monotonic() + patience_s, []
         for rank, pipe in enumerate(self._pipes[:of]):
             if not pipe.poll(max(0.0, until - time.monotonic())):
+                for one in self.processes:
+                    os.kill(one.pid, signal.SIGUSR1)  # They tell where they are.
+                time.sleep(1)
                 self.close()
                 raise TimeoutError(f"rank {rank} of {self.ranks} did not come back")
             try:
@@ -62,10 +66,10 @@ class World:
                 found.append(None)
         return found
 
-    def run(self, job: str, *args: Any, **options: Any) -> list[Any]:
+    def run(self, job: str, *args: Any, patience_s: float = PATIENCE_S) -> list[Any]:
         """The results of a job in which no rank raises."""
-        self.begin(job, *args, **options)
-        found = self.results()
+        self.begin(job, *args)
+        found = self.results(patience_s)
         failed = [one for one in found if isinstance(one, Failed)]
         if failed:
             self.close()  # The others may still wait for one that raised.
@@ -91,6 +95,7 @@ class Failed:
 
 def _serve(rank: int, ranks: int, store: str, pipe: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
     os.environ["LOCAL_WORLD_SIZE"] = str(ranks)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
@@ -98,12 +103,12 @@ def _serve(rank: int, ranks: int, store: str, pipe: Any) -> None:
 
     while True:
         try:
-            job, args, options = pipe.recv()
+            job, args = pipe.recv()
         except EOFError:
             return
         since = time.monotonic()
         try:
-            pipe.send(getattr(ranks_jobs, job)(rank, ranks, *args, **options))
+            pipe.send(getattr(ranks_jobs, job)(rank, ranks, *args))
         except BaseException as error:
             seconds = time.monotonic() - since
             failed = Failed(type(error).__name__, str(error), traceback.format_exc(), seconds)

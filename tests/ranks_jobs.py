@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import io
 import os
+import random
 import signal
+import time
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -214,3 +217,68 @@ def refused(rank: int, ranks: int, how: How) -> list[str]:
         said.append(str(error.value))
     offload.engine_of(model).close()
     return said
+
+
+def late(rank: int, ranks: int, how: How, seeds: int) -> list[dict[str, Any]]:
+    """What is left of runs in which collectives happen when they are waited for, or at once."""
+    found = []
+    for seed in range(seeds):
+        model, optimizer = _attached(how)
+        group, chance = offload.engine_of(model).ranks.group, random.Random(seed)
+        for name in ("gather", "exchange"):
+            setattr(group, name, partial(_begin_late, chance, getattr(group, name)))
+        _steps(model, optimizer, how, rank, ranks, [0, 1, 2])
+        found.append(values_of(model, optimizer))
+        offload.engine_of(model).close()
+    return found
+
+
+def _begin_late(chance: random.Random, begin: Any, into: torch.Tensor, source: torch.Tensor) -> Any:
+    if chance.random() < 0.3:
+        return begin(into, source)
+    into.view(torch.uint8).fill_(0xAA)
+    return Late(partial(begin, into, source))
+
+
+class Late:
+    """A collective that happens when somebody waits for it."""
+
+    def __init__(self, begin: Any):
+        self._begin = begin
+
+    def is_completed(self) -> bool:
+        self._begin().wait()
+        return True
+
+    def wait(self) -> None:
+        """It is over."""
+
+
+def delayed(rank: int, ranks: int, how: How, seeds: int) -> list[dict[str, Any]]:
+    """What is left of runs in which each rank dawdles at other places."""
+    found = []
+    for seed in range(seeds):
+        model, optimizer = _attached(how)
+        group, chance = offload.engine_of(model).ranks.group, random.Random(seed * 10 + rank)
+        for name in ("gather", "exchange", "tell"):
+            setattr(group, name, partial(_dawdle, chance, getattr(group, name)))
+        _steps(model, optimizer, how, rank, ranks, [0, 1, 2])
+        found.append(values_of(model, optimizer))
+        offload.engine_of(model).close()
+    return found
+
+
+def _dawdle(chance: random.Random, do: Any, *args: Any) -> Any:
+    time.sleep(chance.random() ** 4 / 100)
+    return do(*args)
+
+
+def detach(rank: int, ranks: int, how: How) -> dict[str, torch.Tensor]:
+    """Undo attach: each rank has all of the model, and of the states."""
+    model, optimizer = _attached(how)
+    _steps(model, optimizer, how, rank, ranks, [0, 1])
+    model, optimizer = offload.detach(model)
+    found = {name: value.detach().clone() for name, value in model.named_parameters()}
+    for number, state in enumerate(optimizer.state.values()):
+        found |= {f"{number} {name}": value for name, value in state.items() if name != "step"}
+    return found

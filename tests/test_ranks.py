@@ -162,3 +162,27 @@ def test_one_rank_imports_nothing_of_it() -> None:
         "assert not torch.distributed.is_initialized()"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.parametrize(
+    ("job", "seeds"), [("late", 3), pytest.param("delayed", 200, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("shard", [2, 3])
+def test_when_collectives_happen_changes_no_bit(
+    two: World, job: str, seeds: int, shard: int
+) -> None:
+    how = How(micro=2, config={"shard": shard, "max_grad_norm": 0.5})
+    wanted = two.run("train", how)
+    for rank, found in enumerate(two.run(job, how, seeds, patience_s=300)):
+        for one in found:
+            for name, (start, value) in wanted[rank].values.items():
+                assert one[name][0] == start
+                assert torch.equal(one[name][1], value), name
+
+
+def test_detach_gives_each_rank_all_of_it(two: World) -> None:
+    one, other = two.run("detach", How(dtype=torch.float32))
+    assert len(one) > 60
+    for name, value in one.items():
+        assert torch.equal(value, other[name])
+        assert torch.isfinite(value).all()

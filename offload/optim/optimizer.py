@@ -265,10 +265,12 @@ class Optimizer(torch.optim.Optimizer):
         An optimizer of torch cannot step with all of it, see `_let_go`; `CPUAdam` can.
         """
         for parameter in list(self.state):
-            self._original.state[parameter] = {
-                name: value if name == "step" else value.to(parameter.device)
-                for name, value in self.state_of(parameter).items()
-            }
+            place, found = self._places[parameter], self.state_of(parameter)
+            for name, value in found.items():
+                if name != "step":
+                    whole = self.engine.whole(*place, self.engine.part(*place, value))
+                    found[name] = whole.view(parameter.shape).to(parameter.device)
+            self._original.state[parameter] = found
         if isinstance(self._original, CPUOptimizer):
             give_back(self._original)
         else:

@@ -69,6 +69,8 @@ class Group:
         """What this rank has sent of weights and gradients so far."""
         self.step = 0
         """The last that all ranks have taken."""
+        self._over: EngineError | None = None
+        """What has ended all exchange with the others."""
         self._told = False
         self._seen = 0
 
@@ -143,6 +145,15 @@ class Group:
         self.sent_bytes += source.nbytes // self.ranks * (self.ranks - 1)
         return self._begun(dist.all_to_all_single, into, source)
 
+    def all_of(self, part: torch.Tensor) -> list[torch.Tensor]:
+        """A tensor of each rank, all of one shape; waits."""
+        there = self._device.torch_device
+        flat = part.contiguous().view(-1).view(torch.uint8).to(there)
+        into = torch.empty(self.ranks * flat.numel(), dtype=torch.uint8, device=there)
+        self.wait(self._begun(_all_gather, into, flat))
+        rows = into.to(part.device).chunk(self.ranks)
+        return [row.view(part.dtype).view(part.shape) for row in rows]
+
     def spread(self, tensor: torch.Tensor, source: int) -> None:
         """Give all ranks the values that one of them has."""
         with self._failing(), torch.no_grad():
@@ -172,6 +183,8 @@ class Group:
         return Message(row[0], row[1], row[2], members)
 
     def _begun(self, collective: Any, into: torch.Tensor, source: torch.Tensor) -> Any:
+        if self._over is not None:
+            raise EngineError(f"no more is asked of the other ranks: {self._over}") from self._over
         with self._failing(), torch.no_grad():
             return collective(into, source, group=self._group, async_op=True)
 
@@ -186,11 +199,15 @@ class Group:
         if self._device.is_host and not work.is_completed():
             done, since = threading.Event(), time.monotonic()
             work.get_future().add_done_callback(lambda _: done.set())
-            with interruptible():
-                while not done.wait(LOOK_AGAIN_S):
+            with interruptible(), self._failing():
+                while not (done.wait(LOOK_AGAIN_S) or work.is_completed()):
                     self._look(time.monotonic() - since)
         with self._failing():
             work.wait()
+
+    def over(self, error: EngineError) -> None:
+        """Nothing more is asked of the other ranks."""
+        self._over = self._over or error
 
     def fail(self, error: BaseException) -> None:
         """Tell the others, once, that this rank cannot go on."""
@@ -276,4 +293,8 @@ class _Failing:
 
     def __exit__(self, kind: Any, error: BaseException | None, _: object) -> None:
         if isinstance(error, RuntimeError) and not isinstance(error, EngineError):
-            raise self._of.blame(error) from error
+            error, cause = self._of.blame(error), error
+            error.__cause__ = cause
+        if isinstance(error, EngineError):
+            self._of.over(error)
+            raise error

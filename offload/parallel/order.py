@@ -19,10 +19,10 @@ Where they say different things, and nobody is inside a pass, that is an error o
 from __future__ import annotations
 
 import zlib
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from enum import IntEnum
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from offload.parallel.group import Message
 from offload.runtime.entry import EngineError
@@ -44,6 +44,9 @@ class Kind(IntEnum):
     VALUES = 5
     """A value is asked for that lies on all ranks."""
 
+
+ORDERS_MAX = 64
+"""Orders that are kept: there is no end of them where they depend on the data."""
 
 _ASKS = {Kind.GATHER, Kind.EXCHANGE}
 _IN_PASS = _ASKS | {Kind.OPEN}
@@ -70,7 +73,7 @@ class Order:
     ) -> None:
         """`tell` is a round; `serve` does for other ranks what this one did not ask for."""
         self._tell, self._serve = tell, serve
-        self._known: dict[object, tuple[Request, ...]] = {}
+        self._known: OrderedDict[object, tuple[Request, ...]] = OrderedDict()
         self._key: object = None
         self._queue: deque[Request] | None = None
         """What is left of the known order; None where ranks ask."""
@@ -114,6 +117,8 @@ class Order:
             self._known.pop(self._key, None)
         elif asked:
             self._known[self._key] = tuple(self._done)
+            if len(self._known) > ORDERS_MAX:
+                self._known.popitem(last=False)
         self._queue = None
         found = 0
         for one in said:
@@ -126,7 +131,10 @@ class Order:
         Raises:
             EngineError: they come for something else, and this is said to all.
         """
-        return self._until(Message(kind, unit, payload))
+        said = self._until(Message(kind, unit, payload))
+        if kind == Kind.VALUES and any(one != said[0] for one in said):
+            self._differ(said, "for different ones")
+        return said
 
     def _leave(self) -> None:
         """Do the rest of the known order for the other ranks."""
@@ -162,9 +170,10 @@ class Order:
                 self._differ(said)
 
     @staticmethod
-    def _differ(said: list[Message]) -> None:
+    def _differ(said: list[Message], how: str = "") -> NoReturn:
         told = "; ".join(f"rank {at} {TEXTS[Kind(one.kind)]}" for at, one in enumerate(said))
         raise EngineError(
-            f"the ranks are at different places: {told}. All ranks take the same steps, and ask "
+            f"the ranks are at different places: {told} {how}".rstrip()
+            + ". All ranks take the same steps, and ask "
             "for values together: take the call out of `if rank == 0`, or skip it on all ranks"
         )

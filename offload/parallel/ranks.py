@@ -35,7 +35,7 @@ from offload.parallel.flat_shard import FlatShard
 from offload.parallel.group import Group
 from offload.parallel.order import Kind, Order, Request
 from offload.planning.layout import Place
-from offload.planning.profile import ITEM_BYTES, Sharding, Unit, shard_of
+from offload.planning.profile import ITEM_BYTES, Sharding, shard_of
 from offload.program.compile import collected, exchange
 from offload.program.ops import Use, Value, Verb
 from offload.runtime.entry import EngineError
@@ -246,7 +246,7 @@ class Ranks:
         table = torch.zeros(max(*counts, 1), 4, dtype=torch.float64)
         if mine:
             table[: len(mine)] = torch.from_numpy(np.array(mine, np.float64))
-        for rank, rows in enumerate(self._all_of(table)):
+        for rank, rows in enumerate(self.group.all_of(table)):
             found = dict[int, list[Node]]()
             for leaf, index, level, total in rows[: counts[rank]].tolist():
                 found.setdefault(int(leaf), []).append((int(index), int(level), total))
@@ -301,7 +301,7 @@ class Ranks:
             for one in parts
         ]
         table = torch.stack([one.double() for one in mine])
-        rows = torch.stack(list(self._all_of(table)))
+        rows = torch.stack(list(self.group.all_of(table)))
         return rows.amax(0) if largest else rows.sum(0).pow(1 / order)
 
     @contextmanager
@@ -331,12 +331,14 @@ class Ranks:
         """
         self._land()
         self._order.meet(Kind.VALUES, unit, parameter)
-        counts = [one.elements for one in self._parts(unit, parameter)]
+        full, ranks = self._full[unit], self.group.ranks
+        shards = (shard_of(full, Sharding(rank, ranks)) for rank in range(ranks))
+        counts = [one.parameters[parameter].elements for one in shards]
         padded = here.new_zeros(max(*counts, 1))
         padded[: here.numel()] = here.reshape(-1)
-        rows = self._all_of(padded)
+        rows = self.group.all_of(padded)
         found = torch.cat([row[:count] for row, count in zip(rows, counts)])
-        return found.view(self._full[unit].parameters[parameter].shape)
+        return found.view(full.parameters[parameter].shape)
 
     def part(self, unit: int, parameter: int, value: torch.Tensor) -> torch.Tensor:
         """As much of a value, full or a shard, as is here, flat."""
@@ -348,23 +350,6 @@ class Ranks:
         """Which elements of a parameter this rank has."""
         one = self._plan.profile.units[unit].parameters[parameter]
         return slice(one.first, one.first + one.elements)
-
-    def _parts(self, unit: int, parameter: int) -> list[Any]:
-        return [shard.parameters[parameter] for shard in self._shards(self._full[unit])]
-
-    def _shards(self, full: Unit) -> Iterator[Unit]:
-        for rank in range(self.group.ranks):
-            yield shard_of(full, Sharding(rank, self.group.ranks))
-
-    def _all_of(self, part: torch.Tensor) -> Sequence[torch.Tensor]:
-        """A tensor of each rank, all of one shape."""
-        flat = part.contiguous().view(-1).view(torch.uint8)
-        device = self._runner.device
-        flat = flat.to(device.torch_device)
-        into = device.empty((self.group.ranks * flat.numel(),), torch.uint8)
-        self.group.wait(self.group.gather(into, flat))
-        into = into.to(part.device)
-        return [one.view(part.dtype).view(part.shape) for one in into.chunk(self.group.ranks)]
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,153 @@
+"""The order of collectives by itself: ranks as threads, and what they begin."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from offload.parallel.group import Message
+from offload.parallel.order import Kind, Order, Request
+from offload.runtime.entry import EngineError
+
+SEEDS = 200
+PATIENCE_S = 20
+
+
+class Rank:
+    """A rank whose collectives are entries of a log."""
+
+    def __init__(self, number: int, table: Table) -> None:
+        self.number, self.table = number, table
+        self.log: list[Request] = []
+        self.rounds = 0
+        self.order = Order(self._tell, self.log.append)
+
+    def _tell(self, message: Message) -> list[Message]:
+        self.rounds += 1
+        return self.table.said(self.number, message)
+
+    def use(self, *requests: Request) -> None:
+        """A pass in which the rank needs these."""
+        self.order.open("pass")
+        for one in requests:
+            self.order.request(one, lambda one=one: self.log.append(one))
+        assert self.order.close(1 << self.number) == (1 << self.table.ranks) - 1
+
+
+class Table:
+    """Where all ranks say something and hear the others."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks, self._barrier = ranks, threading.Barrier(ranks, timeout=PATIENCE_S)
+        self._said: list[Any] = [None] * ranks
+
+    def said(self, rank: int, message: Message) -> list[Message]:
+        self._said[rank] = message
+        self._barrier.wait()
+        found = list(self._said)
+        self._barrier.wait()
+        return found
+
+    def run(self, job: Callable[[Rank], None]) -> tuple[list[Rank], list[Exception]]:
+        """The ranks after a job, and what they raised."""
+        ranks, errors = [Rank(number, self) for number in range(self.ranks)], list[Exception]()
+
+        def work(rank: Rank) -> None:
+            try:
+                job(rank)
+            except Exception as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=work, args=(one,), daemon=True) for one in ranks]
+        for one in threads:
+            one.start()
+        for one in threads:
+            one.join(PATIENCE_S)
+            assert not one.is_alive(), "a rank hangs"
+        return ranks, errors
+
+
+def gathers(*units: int) -> list[Request]:
+    return [Request(Kind.GATHER, unit) for unit in units]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("part", range(4))
+def test_all_ranks_begin_the_same_in_the_same_order(ranks: int, part: int) -> None:
+    """Whatever each of them needs, and nobody hangs."""
+    for seed in range(part * SEEDS // 4, (part + 1) * SEEDS // 4):
+        usual = [random.Random(seed).randrange(6) for _ in range(5)]
+
+        def job(rank: Rank, seed: int = seed, usual: Sequence[int] = usual) -> None:
+            mine = random.Random(seed * 10 + rank.number)
+            for step in range(6):
+                needs = list(usual)
+                if mine.random() < 0.4:
+                    needs = mine.sample(range(6), mine.randrange(6))
+                rank.use(*gathers(*needs))
+                rank.order.meet(Kind.STEP, 0, step)
+
+        found, errors = Table(ranks).run(job)
+        assert not errors, (seed, errors)
+        assert all(one.log == found[0].log for one in found), seed
+        assert all(one.rounds == found[0].rounds for one in found), seed
+
+
+def test_an_order_that_comes_again_needs_no_questions() -> None:
+    def job(rank: Rank) -> None:
+        for _ in range(3):
+            rank.use(*gathers(0, 1, 2, 3))
+
+    found, errors = Table(2).run(job)
+    assert not errors
+    assert found[0].log == gathers(0, 1, 2, 3) * 3
+    assert found[0].rounds == 6 + 4  # Two a pass, and one for each unit in the first.
+
+
+def test_who_leaves_a_known_order_does_it_for_the_others_first() -> None:
+    def job(rank: Rank) -> None:
+        rank.use(*gathers(0, 1, 2))
+        rank.use(*gathers(*((0, 1, 2), (0, 5))[rank.number]))
+        rank.use(*gathers(0, 1, 2))
+
+    found, errors = Table(2).run(job)
+    assert not errors
+    assert found[0].log == found[1].log == gathers(0, 1, 2, 0, 1, 2, 5, 0, 1, 2)
+
+
+def test_other_numbers_of_passes_end() -> None:
+    """As with generations of other lengths."""
+
+    def job(rank: Rank) -> None:
+        for _ in range(1 + 2 * rank.number):
+            rank.order.open("forward")
+            for one in gathers(0, 1):
+                rank.order.request(one, lambda one=one: rank.log.append(one))
+            rank.order.close(0)
+        rank.order.meet(Kind.STEP)
+
+    found, errors = Table(3).run(job)
+    assert not errors
+    assert all(one.log == found[0].log for one in found)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "text"),
+    [
+        ((Kind.STEP, 0, 0), (Kind.VALUES, 0, 0), "rank 0 called step.*rank 1 asked for values"),
+        ((Kind.VALUES, 1, 0), (Kind.VALUES, 2, 0), "asked for values.*for different ones"),
+    ],
+)
+def test_ranks_at_different_places_are_told(one: Any, other: Any, text: str) -> None:
+    def job(rank: Rank) -> None:
+        rank.order.meet(*(one, other)[rank.number])
+
+    _, errors = Table(2).run(job)
+    assert len(errors) == 2
+    for error in errors:
+        with pytest.raises(EngineError, match=text):
+            raise error
