@@ -6,8 +6,10 @@ import faulthandler
 import multiprocessing
 import os
 import signal
+import sys
 import time
 import traceback
+import types
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,8 +29,9 @@ PATIENCE_S = 60
 class World:
     """So many ranks; a job is the name of a function of `tests.ranks_jobs`, or of this module."""
 
-    def __init__(self, ranks: int, directory: Path):
-        self.ranks, self._directory = ranks, directory
+    def __init__(self, ranks: int, directory: Path, other: tuple[str, str] | None = None):
+        """With `other`, a module and a source, its classes have the functions of that source."""
+        self.ranks, self._directory, self._other = ranks, directory, other
         self._pipes: list[Any] = []
         self.processes: list[Any] = []
 
@@ -36,7 +39,8 @@ class World:
         store = str(self._directory / f"store-{time.monotonic_ns()}")
         for rank in range(self.ranks):
             mine, other = SPAWN.Pipe()
-            one = SPAWN.Process(target=_serve, args=(rank, self.ranks, store, other), daemon=True)
+            args = rank, self.ranks, store, other, self._other
+            one = SPAWN.Process(target=_serve, args=args, daemon=True)
             one.start()
             other.close()
             self._pipes.append(mine)
@@ -93,7 +97,9 @@ class Failed:
     seconds: float = 0.0
 
 
-def _serve(rank: int, ranks: int, store: str, pipe: Any) -> None:
+def _serve(
+    rank: int, ranks: int, store: str, pipe: Any, other: tuple[str, str] | None = None
+) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
@@ -101,6 +107,8 @@ def _serve(rank: int, ranks: int, store: str, pipe: Any) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     from tests import ranks_jobs
 
+    if other is not None:
+        _replace(*other)
     while True:
         try:
             job, args = pipe.recv()
@@ -113,6 +121,19 @@ def _serve(rank: int, ranks: int, store: str, pipe: Any) -> None:
             seconds = time.monotonic() - since
             failed = Failed(type(error).__name__, str(error), traceback.format_exc(), seconds)
             pipe.send(failed)
+
+
+def _replace(module: str, source: str) -> None:
+    """Let the classes of a module have the functions of another source."""
+    known, made = sys.modules[module], types.ModuleType(module)
+    sys.modules[module] = made  # For dataclasses and the like.
+    exec(compile(source, module, "exec"), vars(made))
+    sys.modules[module] = known
+    for name, one in vars(made).items():
+        if isinstance(one, type) and one.__module__ == module and name in vars(known):
+            for key, value in vars(one).items():
+                if callable(value) or isinstance(value, (property, staticmethod)):
+                    setattr(getattr(known, name), key, value)
 
 
 # -- one process that does what the ranks do -----------------------------------------------------

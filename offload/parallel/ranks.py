@@ -72,7 +72,6 @@ class Ranks:
 
     def closed(self) -> None:
         """The pass is over: what other ranks still need of it is done first."""
-        self._land()
         self._backwards += self._passes.verb is Verb.BACKWARD
         members = self._order.close(self.gradients.came())
         self._land()

@@ -1,0 +1,154 @@
+"""Each wait for other ranks, and each link of their order, taken out in turn: the bits differ, or a
+rank raises or hangs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from tests.ranks import Failed, How, Trained, World
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[1]
+HANGS_S = 20.0
+
+
+class Site(NamedTuple):
+    """A place in a file of `offload/parallel`, and the source without it."""
+
+    file: str
+    present: str
+    absent: str
+
+
+_TASK = "entry.unit, task)\n            )\n"
+
+SITES = {
+    "gather: for what was begun ahead": Site(
+        "ranks",
+        'begin with those of the next."""\n        self._land()\n',
+        'begin with those of the next."""\n',
+    ),
+    "gather: until it is there": Site("ranks", f"{_TASK}            self._land()\n", _TASK),
+    "gather: for the shard and the slot": Site(
+        "ranks",
+        "            self._runner.begin(task)\n        home",
+        "            pass\n        home",
+    ),
+    "exchange: for the fold of the one before": Site(
+        "ranks", 'to its owners."""\n        self._land()\n', 'to its owners."""\n'
+    ),
+    "exchange: for the gradient": Site(
+        "ranks", "        runner.begin(task)\n        works", "        works"
+    ),
+    "end of a pass: for what has begun": Site(
+        "ranks", "gradients.came())\n        self._land()\n", "gradients.came())\n"
+    ),
+    "landing: for the collective": Site(
+        "ranks",
+        "            for work in works:\n                self.group.wait(work)\n            over()",
+        "            over()",
+    ),
+    "fold: for the slot": Site(
+        "gradients", "            runner.begin(task)\n            place", "            place"
+    ),
+    "norm: for the sums here": Site(
+        "ranks", "        runner.begin(task)\n        mine", "        mine"
+    ),
+    "norm: of all ranks": Site(
+        "ranks", "                clip.put(leaf, nodes)\n", "                pass\n"
+    ),
+    "sum: in the order of ranks": Site(
+        "gradients",
+        "for turn in [[rank] for rank in ranks]",
+        "for turn in [[rank] for rank in ranks[::-1]]",
+    ),
+    "sum: one after the other": Site(
+        "gradients", "[[rank] for rank in ranks] if adds else [ranks]", "[ranks]"
+    ),
+    "what did not come: zeros that change nothing": Site(
+        "gradients", ".fill_(-0.0)\n        if self._factor", "\n        if self._factor"
+    ),
+    "order: who leaves it does it first": Site(
+        "order", "        for one in rest:\n            self._serve(one)\n", ""
+    ),
+    "order: what others ask for": Site(
+        "order", "            else:\n                self._serve(one)\n", ""
+    ),
+    "order: until all are there": Site(
+        "order", "            if not kinds.isdisjoint(_IN_PASS):\n                continue\n", ""
+    ),
+    "order: followed only where all know it": Site(
+        "order", "deque(known) if same and known is not None", "deque(known) if known is not None"
+    ),
+}
+
+HOW = {
+    "memory": How("twice", micro=2, config={"shard": 3, "max_grad_norm": 0.5}),
+    "away": How(
+        "adapter",
+        torch.float32,
+        micro=2,
+        config={
+            "shard": 3,
+            "max_grad_norm": 0.5,
+            **dict.fromkeys(("params", "gradients", "optimizer"), "nvme"),
+        },
+    ),
+}
+
+
+def of(how: How, tmp_path: Path) -> How:
+    nvme = {"nvme_path": str(tmp_path)} if "params" in how.config else {}
+    return How(how.kind, how.dtype, how.micro, 3, "AdamW", {**how.config, **nvme})
+
+
+def test_the_sites_are_in_the_source() -> None:
+    for name, site in SITES.items():
+        text = (ROOT / f"offload/parallel/{site.file}.py").read_text()
+        assert text.count(site.present) == 1, name
+
+
+@pytest.mark.parametrize("name", SITES)
+def test_what_is_taken_out_is_missed(name: str, tmp_path: Path) -> None:
+    site = SITES[name]
+    text = (ROOT / f"offload/parallel/{site.file}.py").read_text()
+    source = text.replace(site.present, site.absent)
+    whole = World(2, tmp_path)
+    less = World(2, tmp_path, (f"offload.parallel.{site.file}", source))
+    try:
+        assert any(_missed(whole, less, of(how, tmp_path)) for how in HOW.values()), name
+    finally:
+        whole.close()
+        less.close()
+
+
+def _missed(whole: World, less: World, how: How) -> bool:
+    wanted: list[Trained] = whole.run("train", how)
+    usual, ours = [whole.run("diverge", How("unused", config={"shard": 3}))], []
+    try:
+        for job, args in (("late", (how, 2)), ("diverge", (How("unused", config={"shard": 3}),))):
+            less.begin(job, *args)
+            found = less.results(HANGS_S)
+            if any(one is None or isinstance(one, Failed) for one in found):
+                less.close()
+                return True
+            ours.append(found)
+    except TimeoutError:
+        return True
+    for rank, runs in enumerate(ours[0]):
+        for one in runs:
+            if any(
+                not torch.equal(one[key][1], value)
+                for key, (_, value) in wanted[rank].values.items()
+            ):
+                return True
+    return any(
+        not torch.equal(ours[1][rank][key][1], value)
+        for rank in range(2)
+        for key, (_, value) in usual[0][rank].items()
+    )
