@@ -36,7 +36,13 @@ from offload.optim.states import States
 from offload.optim.supported_optimizers import check_optimizer, of_no_group, rule_of
 from offload.optim.update import Updates
 from offload.planning.layout import Plan
-from offload.planning.machine import Machine, host_free_bytes, measured_speeds, probe
+from offload.planning.machine import (
+    Machine,
+    host_free_bytes,
+    measured_speeds,
+    probe,
+    ranks_of_job,
+)
 from offload.planning.planner import remarks
 from offload.planning.tiers import TIERS
 from offload.program.ops import Value
@@ -234,6 +240,12 @@ def _group_of(mesh: Any, device: Device, config: Config) -> Any:
             "and call torch.distributed.init_process_group() before attach"
         )
     if not ready or (mesh is None and torch.distributed.get_world_size() == 1):
+        if not ready and ranks_of_job() > 1:
+            warn_user(
+                f"attach: this is one of {ranks_of_job()} processes (WORLD_SIZE, as torchrun sets "
+                "it), and each trains a model of its own: to train one, call "
+                "torch.distributed.init_process_group() before attach"
+            )
         return None
     from offload.parallel import join  # Nothing of it where there is one rank.
 

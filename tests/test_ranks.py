@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 import torch
 
+import offload
 from offload.parallel.flat_shard import boxes
-from tests import ranks_jobs
-from tests.ranks import KINDS, Failed, How, World, assert_as_one, joined
+from tests import command, ranks_jobs
+from tests.ranks import KINDS, MEMORY, Failed, How, World, assert_as_one, joined
 
 PLACES = {"params": "cpu", "gradients": "cpu", "optimizer": "cpu"}
 
@@ -186,3 +187,19 @@ def test_detach_gives_each_rank_all_of_it(two: World) -> None:
     for name, value in one.items():
         assert torch.equal(value, other[name])
         assert torch.isfinite(value).all()
+
+
+def test_a_job_without_a_process_group_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    model, optimizer = How().build()
+    with pytest.warns(RuntimeWarning, match=r"one of 4 processes.*init_process_group"):
+        offload.attach(model, optimizer, offload.Config(**MEMORY))
+    offload.engine_of(model).close()
+    with pytest.raises(ValueError, match=r"asked for a mesh; found no process group"):
+        offload.attach(*How().build(), offload.Config(**MEMORY), mesh=object())
+
+
+def test_train_is_one_process(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert command.run("train", "--steps", "1") == 2
+    assert "examples/ranks.py" in capsys.readouterr().err

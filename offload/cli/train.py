@@ -20,9 +20,10 @@ from torch.optim.lr_scheduler import LambdaLR
 import cpu_adam
 import offload
 from offload import recording, reporting
-from offload.cli import Signals, Stopped, bad_input, data, display, gpt
+from offload.cli import BadInput, Signals, Stopped, bad_input, data, display, gpt
 from offload.cli.console import Output
 from offload.cli.options import Train, parse, translation
+from offload.planning.machine import ranks_of_job
 from offload.planning.tiers import format_bytes
 from offload.reporting import Run
 from offload.runtime.device import compute_device
@@ -42,6 +43,11 @@ def command(arguments: Sequence[str]) -> None:
         Stopped: by Ctrl-C or SIGTERM.
     """
     settings, typed = parse(arguments), ["offload", "train", *arguments]
+    if ranks_of_job() > 1:
+        raise BadInput(
+            f"offload train is one process, and {ranks_of_job()} were started (WORLD_SIZE, as "
+            "torchrun sets it): examples/ranks.py is a program for several"
+        )
     with bad_input():
         corpus = data.load(settings.data, settings.seq_len)
     # Results go to standard output, progress and remarks to standard error.

@@ -16,6 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -64,6 +65,9 @@ class Group:
         backends = str(dist.get_backend_config(group))
         on_host = device.is_host or "gloo" in backends
         self._talks_on = torch.device("cpu") if on_host else device.torch_device
+        self._apart = None if device.is_host else torch.Stream(device.torch_device)
+        """Where collectives of slots begin, as who begins them has waited for the slots: behind
+        none of the user's compute."""
         self.make_room(0)
         self.sent_bytes = 0
         """What this rank has sent of weights and gradients so far."""
@@ -138,12 +142,14 @@ class Group:
     def gather(self, into: torch.Tensor, part: torch.Tensor) -> Any:
         """Begin to gather a part from each rank, in their order."""
         self.sent_bytes += part.nbytes * (self.ranks - 1)
-        return self._begun(_all_gather, into, part)
+        with self._apart or nullcontext():
+            return self._begun(_all_gather, into, part)
 
     def exchange(self, into: torch.Tensor, source: torch.Tensor) -> Any:
         """Begin to send each rank its part of `source`; their parts come in their order."""
         self.sent_bytes += source.nbytes // self.ranks * (self.ranks - 1)
-        return self._begun(dist.all_to_all_single, into, source)
+        with self._apart or nullcontext():
+            return self._begun(dist.all_to_all_single, into, source)
 
     def all_of(self, part: torch.Tensor) -> list[torch.Tensor]:
         """A tensor of each rank, all of one shape; waits."""

@@ -76,6 +76,12 @@ def probe(paths: tuple[str, ...] = (), *, device_free_bytes: int | None = None) 
     )
 
 
+def ranks_of_job() -> int:
+    """Processes of the whole job: `WORLD_SIZE` as torchrun sets it; 1 where it is no count."""
+    given = os.environ.get("WORLD_SIZE", "")
+    return int(given) if given.isascii() and given.isdigit() and int(given) else 1
+
+
 def ranks_on_host() -> int:
     """Processes that share this host's memory: `LOCAL_WORLD_SIZE` as torchrun sets it, else 1.
 
