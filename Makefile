@@ -7,7 +7,7 @@ MODELS := $(VENV)/.models
 NATIVE := CMakeLists.txt $(wildcard cpu_adam/src/* aio/src/* offload/runtime/src/* native/*)
 
 # Tests keep their bytecode, whatever the shell says: each of their processes would compile it again.
-test test-slow ranks parity acceptance: export PYTHONDONTWRITEBYTECODE :=
+test test-slow ranks ranks-all parity acceptance: export PYTHONDONTWRITEBYTECODE :=
 
 # Processes that the fast tests are handed to: one more than processors, as many tests wait for a
 # drive, a thread or another process.
@@ -17,7 +17,7 @@ WORKERS ?= $(shell $(PYTHON) -c 'import os; print(len(os.sched_getaffinity(0)) +
 ACCEPTANCE := $(addprefix tests/test_,contract.py exact.py loops.py hf_loops.py trainers.py parity.py \
 	minilm.py compile.py modes.py budgets.py sleep.py process.py without_compiler.py)
 
-.PHONY: help ranks train test test-slow parity acceptance check sanitize wheel clean
+.PHONY: help ranks ranks-all train test test-slow parity acceptance check sanitize wheel clean
 
 help:
 	@echo "make train      train a small GPT on real text (about two minutes on two cores)"
@@ -42,7 +42,10 @@ test-slow: $(READY) $(MODELS) $(VENV)/.minilm
 	$(BIN)/python -m pytest -m "hypothesis and not slow" --hypothesis-profile many --timeout 1800
 
 ranks: $(READY) $(MODELS)
-	$(BIN)/python -m pytest -m "slow or not slow" --timeout 120 tests/test_ranks.py tests/test_ranks_many.py $(ARGS)
+	$(BIN)/python -m pytest -m "slow or not slow" --timeout 400 $(filter-out %_waits.py,$(wildcard tests/test_ranks*.py)) $(ARGS)
+
+ranks-all: $(READY) $(MODELS)
+	OFFLOAD_RANKS_ALL=1 $(BIN)/python -m pytest -m "slow or not slow" --timeout 400 tests/test_ranks*.py $(ARGS)
 
 parity: $(READY) $(MODELS)
 	$(BIN)/python -m pytest -n auto -m slow --timeout 600 tests/test_parity.py $(ARGS)

@@ -15,8 +15,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed import pipelining
+from torch.distributed.device_mesh import init_device_mesh
 
+import cpu_adam
 import offload
+from offload.program.compile import compile_program
+from offload.program.ops import Lane, Verb
 from tests.ranks import MEMORY, How, Model, Trained, values_of
 
 
@@ -282,3 +287,58 @@ def detach(rank: int, ranks: int, how: How) -> dict[str, torch.Tensor]:
     for number, state in enumerate(optimizer.state.values()):
         found |= {f"{number} {name}": value for name, value in state.items() if name != "step"}
     return found
+
+
+def pipeline(rank: int, ranks: int, schedule: str, attached: bool, micro: int) -> list[Any]:
+    """Train a pipeline of two stages, over as many rows of ranks as there are; plain, or attached.
+
+    A row takes every so-manieth micro-batch. Returns the weights of the rank's stage.
+    """
+    mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("rows", "stages"))
+    row, at = mesh["rows"].get_local_rank(), mesh["stages"].get_local_rank()
+    torch.manual_seed(5)
+    blocks = [nn.Sequential(nn.Linear(16, 40), nn.ReLU(), nn.Linear(40, 16)) for _ in range(4)]
+    model: Any = nn.Sequential(*blocks[2 * at : 2 * at + 2])
+    optimizer: Any = cpu_adam.CPUAdam(model.parameters(), lr=1e-2)
+    if attached:
+        config = offload.Config(**MEMORY, reduce="sum", params="cpu")
+        model, optimizer = offload.attach(model, optimizer, config, mesh=mesh["rows"])
+    group = mesh["stages"].get_group()
+    stage = pipelining.PipelineStage(model, at, 2, torch.device("cpu"), group=group)
+    loss = nn.functional.mse_loss
+    made = getattr(pipelining, schedule)(stage, micro, loss_fn=loss, scale_grads=False)
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        given, wanted = torch.randn(2, 8, 3, 16, generator=generator)
+        mine = slice(row, None, ranks // 2)
+        made.step(given[mine].flatten(0, 1)) if at == 0 else made.step(
+            target=wanted[mine].flatten(0, 1), losses=[]
+        )
+        optimizer.step()
+        optimizer.zero_grad()
+    if not attached:
+        return [one.detach() for one in model.parameters()]
+    engine = offload.engine_of(model)
+    found = [value for _, value in engine.stream_weights()]
+    engine.close()
+    return found
+
+
+def sent(rank: int, ranks: int, how: How) -> tuple[int, int, int]:
+    """Bytes that a step sends, those of its program, and those of the formula: each unit's weights
+    once for each gathering, its gradient once, to every other rank its part."""
+    model, optimizer = _attached(how)
+    engine = offload.engine_of(model)
+    _steps(model, optimizer, how, rank, ranks, [0, 1])
+    before = engine.ranks.group.sent_bytes
+    _steps(model, optimizer, how, rank, ranks, [2])
+    found = engine.ranks.group.sent_bytes - before
+    phases = compile_program(engine.plan).phases
+    ops = [op for name in ("forward", "backward_first") for op in phases[name].ops]
+    planned = sum(op.bytes for op in ops if op.lane is Lane.COMM)
+    full = engine.plan.profile.full
+    gathered = [op.value.unit for op in ops if op.verb is Verb.GATHER]
+    weights = sum(full[unit].weight_bytes for unit in gathered)
+    gradients = sum(unit.gradient_bytes for unit in full)
+    engine.close()
+    return found, planned, (weights + gradients) * (ranks - 1) // ranks

@@ -203,3 +203,9 @@ def test_train_is_one_process(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> N
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert command.run("train", "--steps", "1") == 2
     assert "examples/ranks.py" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("shard", [2, 3])
+def test_bytes_sent_are_those_of_the_formula(two: World, shard: int) -> None:
+    for found, planned, formula in two.run("sent", How(config={"shard": shard})):
+        assert found == planned == formula > 0
