@@ -14,6 +14,9 @@ import torch
 
 from cpu_adam.choice import kernel
 
+POLYNOMIAL = 0x82F63B78
+"""Castagnoli's, its lowest power in the highest bit."""
+
 
 def crc32c(buffer: Any, value: int = 0) -> int:
     """The CRC32C of the bytes of `buffer`, continuing from `value` of the bytes before.
@@ -44,6 +47,28 @@ def crc32c(buffer: Any, value: int = 0) -> int:
 
         return int(google_crc32c.extend(value, data.tobytes()))
     return int(chosen.native.crc32c(chosen.index, data, value))
+
+
+def crc32c_combined(first: int, second: int, count: int) -> int:
+    """The CRC32C of bytes of which these are the CRC32Cs of a first part and of a second one, which
+    has `count` bytes. (Multiplies by x ** (8 * count) modulo the polynomial, as zlib does.)
+
+    >>> crc32c_combined(crc32c(b"12345"), crc32c(b"6789"), 4) == crc32c(b"123456789")
+    True
+    """
+    factor, power = 1 << 31, 1 << 23  # x ** 0 and x ** 8: the lowest power is the highest bit.
+    while count:
+        factor = _product(factor, power) if count & 1 else factor
+        power, count = _product(power, power), count >> 1
+    return _product(factor, first) ^ second
+
+
+def _product(one: int, other: int) -> int:
+    found = 0
+    for bit in reversed(range(32)):
+        found ^= other if one >> bit & 1 else 0
+        other = other >> 1 ^ (POLYNOMIAL if other & 1 else 0)
+    return found
 
 
 def _bytes_of(buffer: Any) -> npt.NDArray[np.uint8]:

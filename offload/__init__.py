@@ -30,6 +30,7 @@ __all__ = [
     "Report",
     "ShardError",
     "SharedBudget",
+    "TrainerMixin",
     "attach",
     "detach",
     "empty_weights",
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
     from offload.runtime.shared_budget import SharedBudget
     from offload.runtime.stats import Report
     from offload.sleeping import sleep, wake
+    from offload.trainer_mixin import TrainerMixin
 else:
     _HOMES = dict.fromkeys(("attach", "detach", "empty_weights"), "attachment")
     _HOMES |= {"engine_of": "model.engine"}
@@ -74,6 +76,7 @@ else:
     _HOMES |= {"EngineError": "runtime.entry", "BudgetError": "planning.planner"}
     _HOMES |= dict.fromkeys(("gathered", "local"), "parallel")
     _HOMES |= {"ShardError": "parallel.flat_shard"}
+    _HOMES |= {"TrainerMixin": "trainer_mixin"}
     _HOMES |= {"SharedBudget": "runtime.shared_budget", "sleep": "sleeping", "wake": "sleeping"}
 
     def __getattr__(name):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import multiprocessing
 import os
 import signal
@@ -27,11 +28,17 @@ PATIENCE_S = 60
 
 
 class World:
-    """So many ranks; a job is the name of a function of `tests.ranks_jobs`, or of this module."""
+    """So many ranks; a job is the name of a function of a module, by default `tests.ranks_jobs`."""
 
-    def __init__(self, ranks: int, directory: Path, other: tuple[str, str] | None = None):
+    def __init__(
+        self,
+        ranks: int,
+        directory: Path,
+        jobs: str = "tests.ranks_jobs",
+        other: tuple[str, str] | None = None,
+    ):
         """With `other`, a module and a source, its classes have the functions of that source."""
-        self.ranks, self._directory, self._other = ranks, directory, other
+        self.ranks, self._directory, self._jobs, self._other = ranks, directory, jobs, other
         self._pipes: list[Any] = []
         self.processes: list[Any] = []
 
@@ -39,19 +46,19 @@ class World:
         store = str(self._directory / f"store-{time.monotonic_ns()}")
         for rank in range(self.ranks):
             mine, other = SPAWN.Pipe()
-            args = rank, self.ranks, store, other, self._other
+            args = rank, self.ranks, store, other, self._jobs, self._other
             one = SPAWN.Process(target=_serve, args=args, daemon=True)
             one.start()
             other.close()
             self._pipes.append(mine)
             self.processes.append(one)
 
-    def begin(self, job: str, *args: Any) -> None:
+    def begin(self, job: str, *args: Any, **options: Any) -> None:
         """Let all ranks do a job; they are started where none are."""
         if not self.processes:
             self._start()
         for pipe in self._pipes:
-            pipe.send((job, args))
+            pipe.send((job, args, options))
 
     def results(self, patience_s: float = PATIENCE_S, of: int | None = None) -> list[Any]:
         """What each rank returns, or the first so many: an exception that it raised, None of one
@@ -70,9 +77,11 @@ class World:
                 found.append(None)
         return found
 
-    def run(self, job: str, *args: Any, patience_s: float = PATIENCE_S) -> list[Any]:
+    def run(
+        self, job: str, *args: Any, patience_s: float = PATIENCE_S, **options: Any
+    ) -> list[Any]:
         """The results of a job in which no rank raises."""
-        self.begin(job, *args)
+        self.begin(job, *args, **options)
         found = self.results(patience_s)
         failed = [one for one in found if isinstance(one, Failed)]
         if failed:
@@ -98,25 +107,29 @@ class Failed:
 
 
 def _serve(
-    rank: int, ranks: int, store: str, pipe: Any, other: tuple[str, str] | None = None
+    rank: int,
+    ranks: int,
+    store: str,
+    pipe: Any,
+    jobs: str,
+    other: tuple[str, str] | None = None,
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
     os.environ["LOCAL_WORLD_SIZE"] = str(ranks)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-    from tests import ranks_jobs
-
+    module = importlib.import_module(jobs)
     if other is not None:
         _replace(*other)
     while True:
         try:
-            job, args = pipe.recv()
+            job, args, options = pipe.recv()
         except EOFError:
             return
         since = time.monotonic()
         try:
-            pipe.send(getattr(ranks_jobs, job)(rank, ranks, *args))
+            pipe.send(getattr(module, job)(rank, ranks, *args, **options))
         except BaseException as error:
             seconds = time.monotonic() - since
             failed = Failed(type(error).__name__, str(error), traceback.format_exc(), seconds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import random
@@ -20,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import cpu_adam
 import offload
+from offload.checkpoint import shards
 from offload.program.compile import compile_program
 from offload.program.ops import Lane, Verb
 from tests.ranks import MEMORY, How, Model, Trained, values_of
@@ -128,31 +130,71 @@ def touch(rank: int, ranks: int, how: How) -> dict[str, str]:
     return said
 
 
-def save(rank: int, ranks: int, how: How, folder: str) -> Trained:
-    """Save by torch.distributed.checkpoint after a step, and go on."""
+def save(rank: int, ranks: int, how: How, folder: str, *, ours: bool = False) -> Trained:
+    """Save after a step, by torch.distributed.checkpoint or `offload.save`, and go on."""
     model, optimizer = _attached(how)
     _steps(model, optimizer, how, rank, ranks, [0])
-    dcp.save(
-        {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=folder
-    )
+    torch.manual_seed(10 + rank)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    if ours:
+        offload.save(model, optimizer, folder, user={"by": ranks})
+    else:
+        dcp.save(state, checkpoint_id=folder)
     losses = _steps(model, optimizer, how, rank, ranks, [1])
     found = Trained(losses, [], values_of(model, optimizer))
     offload.engine_of(model).close()
     return found
 
 
-def load(rank: int, ranks: int, how: How, folder: str, micro: int) -> Trained:
+def load(
+    rank: int, ranks: int, how: How, folder: str, micro: int, *, ours: bool = False
+) -> Trained:
     """Load what other ranks have saved, and go on with as many micro-batches in all."""
     model, optimizer = _attached(how)
+    torch.manual_seed(7)
     _steps(model, optimizer, replace(how, micro=1), rank, ranks, [7])  # So that there are states.
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    dcp.load(state, checkpoint_id=folder)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
+    if ours:
+        by = offload.load(model, optimizer, folder)["by"]
+        assert torch.initial_seed() == (10 + rank if rank < by else 7)
+    else:
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        dcp.load(state, checkpoint_id=folder)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
     losses = _steps(model, optimizer, replace(how, micro=micro), rank, ranks, [1])
     found = Trained(losses, [], values_of(model, optimizer))
     offload.engine_of(model).close()
     return found
+
+
+def loaded(rank: int, ranks: int, how: How, folder: str) -> Trained:
+    """What `offload.load` makes of a save, and the step of six micro-batches after it."""
+    model, optimizer = _attached(how)
+    offload.load(model, optimizer, folder)
+    for number in range(6 + rank, 12, ranks):
+        how.loss(model, number).backward()
+    optimizer.step()
+    found = Trained([], [], values_of(model, optimizer))
+    offload.engine_of(model).close()
+    return found
+
+
+def save_in_vain(rank: int, ranks: int, how: How, folder: str) -> str:
+    """Save where the drive of rank 0 is full in the middle; what this rank is told. Then go on."""
+    model, optimizer = _attached(how)
+    _steps(model, optimizer, how, rank, ranks, [0])
+    with pytest.MonkeyPatch.context() as patched:
+        if rank == 0:
+            patched.setattr(shards.SetWriter, "_advance", _full)
+        with pytest.raises((OSError, RuntimeError)) as told:
+            offload.save(model, optimizer, folder)
+    _steps(model, optimizer, how, rank, ranks, [1])
+    offload.engine_of(model).close()
+    return f"{type(told.value).__name__}: {told.value}"
+
+
+def _full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _steps(
@@ -200,6 +242,8 @@ def differ(rank: int, ranks: int, how: How, what: str) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             if what == "stop" and rank and step:
                 os.kill(os.getpid(), signal.SIGSTOP)
+            if what == "save" and rank == 0 and step:
+                offload.save(model, optimizer, "nowhere")
             if what == "values" and rank == 0 and step:
                 offload.gathered(model).__enter__()
             optimizer.step()
@@ -210,18 +254,11 @@ def differ(rank: int, ranks: int, how: How, what: str) -> None:
 
 def refused(rank: int, ranks: int, how: How) -> list[str]:
     """What knows no other ranks, asked for on all of them."""
-    model, optimizer = _attached(how)
-    said = []
-    for ask in (
-        lambda: offload.save(model, optimizer, "nowhere"),
-        lambda: offload.export(model, "nowhere"),
-        lambda: offload.sleep(model),
-    ):
-        with pytest.raises(RuntimeError) as error:
-            ask()
-        said.append(str(error.value))
+    model, _ = _attached(how)
+    with pytest.raises(RuntimeError) as error:
+        offload.sleep(model)
     offload.engine_of(model).close()
-    return said
+    return [str(error.value)]
 
 
 def late(rank: int, ranks: int, how: How, seeds: int) -> list[dict[str, Any]]:

@@ -119,7 +119,7 @@ def test_what_is_taken_out_is_missed(name: str, tmp_path: Path) -> None:
     text = (ROOT / f"offload/parallel/{site.file}.py").read_text()
     source = text.replace(site.present, site.absent)
     whole = World(2, tmp_path)
-    less = World(2, tmp_path, (f"offload.parallel.{site.file}", source))
+    less = World(2, tmp_path, other=(f"offload.parallel.{site.file}", source))
     try:
         assert any(_missed(whole, less, of(how, tmp_path)) for how in HOW.values()), name
     finally:

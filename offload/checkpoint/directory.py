@@ -276,17 +276,19 @@ def _dtype(value: Any) -> bool:
 _DATA = accepted("data as `user` may be", decoded)
 _STATE = {"steps": count, "slots": Each(_word, _dtype)}
 _GROUP = {"parameters": [text], "options": accepted("options of a group", _take_options)}
+_RANDOM = {
+    "torch": accepted("a state of torch's", lambda v: torch.Generator().set_state(_bytes(v))),
+    "device?": accepted("bytes in base64", _bytes),
+    "numpy": accepted("a state of numpy's", _take_numpy),
+    "python": accepted("a state of Python's", lambda v: random.Random().setstate(decoded(v))),
+}
 _RUN = {
     "format": count,
     "step": count,
     "user": _DATA,
     "frozen?": flag,
     "scheduler?": _DATA,
-    "random?": {
-        "torch": accepted("a state of torch's", lambda v: torch.Generator().set_state(_bytes(v))),
-        "device?": accepted("bytes in base64", _bytes),
-        "numpy": accepted("a state of numpy's", _take_numpy),
-        "python": accepted("a state of Python's", lambda v: random.Random().setstate(decoded(v))),
-    },
+    "random?": _RANDOM,
+    "random_of_ranks?": [_RANDOM],
     "optimizer?": {"rule": _word, "groups": [_GROUP], "states": Each(text, _STATE)},
 }

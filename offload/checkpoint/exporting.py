@@ -15,6 +15,7 @@ from torch import nn
 
 from aio.errors import naming
 from offload.checkpoint.directory import whole_directory
+from offload.checkpoint.rank_parts import Parts, meet, write_together
 from offload.checkpoint.saving import buffers_of, parts_of, sets_of, settle, write_sets
 from offload.checkpoint.shards import SHARD_BYTES, WEIGHTS
 from offload.model.engine import Engine, engine_of
@@ -40,7 +41,7 @@ def export(
     While a model is attached, its `save_pretrained(folder)` is this function. Of one with adapters
     of PEFT these alone are read and written. Into a folder that has files the new ones are moved
     when all are written: a kill or a failing drive in that moment leaves it without weights, never
-    with a mixture.
+    with a mixture. Over several ranks all of them call it, and the first one writes.
 
     Args:
         model: attached, of a class that has `save_pretrained`.
@@ -55,7 +56,6 @@ def export(
     """
     refuse_inside("offload.export()")
     engine, where = engine_of(model), os.fspath(folder)
-    engine.require_alone("offload.export")
     write_rest = getattr(type(model), "save_pretrained", None)
     if write_rest is None:
         raise TypeError(
@@ -67,29 +67,37 @@ def export(
         raise TypeError(f"export: {', '.join(options)} is of adapters, and the model has none")
     with engine.lock, ExitStack() as opened:
         settle(engine)
+        meet(engine)
         values = _adapters(engine, model, options) if adapters else {}
         opened.enter_context(interruptible())
-        taken = os.path.isdir(where) and bool(os.listdir(where))
-        if taken:
-            shutil.rmtree(os.path.join(where, STAGED), ignore_errors=True)
-        with whole_directory(os.path.join(where, STAGED) if taken else where) as new:
-            with naming("write of configs or adapters", new):
-                write_rest(model, new, state_dict=values, **options)
-            if not adapters:
-                _write(engine, model, new, f"exporting to {where}", shard_bytes)
-        if taken:
-            _move(os.path.join(where, STAGED), where)
+
+        def write(parts: Parts) -> None:
+            taken = os.path.isdir(where) and bool(os.listdir(where))
+            if taken:
+                shutil.rmtree(os.path.join(where, STAGED), ignore_errors=True)
+            with whole_directory(os.path.join(where, STAGED) if taken else where) as new:
+                with naming("write of configs or adapters", new):
+                    write_rest(model, new, state_dict=values, **options)
+                if not adapters:
+                    _write(engine, model, new, parts, f"exporting to {where}", shard_bytes)
+            if taken:
+                _move(os.path.join(where, STAGED), where)
+
+        parts = None if adapters else parts_of(engine, model, None, {})
+        write_together(engine, parts, {}, not adapters, write)
 
 
-def _write(engine: Engine, model: nn.Module, new: str, told: str, shard_bytes: int) -> None:
+def _write(
+    engine: Engine, model: nn.Module, new: str, all_: Parts, told: str, shard_bytes: int
+) -> None:
     """Write the weights, under the names that the files of the model's kind have."""
     found, names = sets_of(engine, model, {})[WEIGHTS], _names(model)
     tensors = {
         names[name]: one._replace(name=names[name]) for name, one in found.items() if name in names
     }
 
-    def parts() -> Iterator[tuple[str, str, torch.Tensor]]:
-        for prefix, name, part in parts_of(engine, model, None, {}):
+    def parts() -> Parts:
+        for prefix, name, part in all_:
             if name in names:
                 yield prefix, names[name], part
 
@@ -165,6 +173,10 @@ def _move(new: str, folder: str) -> None:
     os.rmdir(new)
 
 
+_OF_ONE_RANK = ("is_main_process", "save_function", "state_dict")
+"""What recipes give to let one rank write, which has all values."""
+
+
 class SavePretrained:
     """`save_pretrained` of an attached model. Copies and pickles of it are the class's own."""
 
@@ -177,10 +189,19 @@ class SavePretrained:
     def __call__(self, save_directory: Any, **options: Any) -> Any:
         """`offload.export`. What that does not offer is done by the class's own, in memory."""
         default = {"state_dict": None, "is_main_process": True, "safe_serialization": True}
+        model: Any = self._model()
+        ranks = engine_of(model).ranks is not None
+        if ranks:  # All of them call it: which one writes is known, and where values are.
+            options = {k: v for k, v in options.items() if k not in _OF_ONE_RANK}
         asked = {k: v for k, v in options.items() if k not in default or v != default[k]}
         if "max_shard_size" in asked:
             asked["shard_bytes"] = parse_bytes(asked.pop("max_shard_size"))
-        model: Any = self._model()
         if asked.keys() <= {"shard_bytes", "selected_adapters", "save_embedding_layers"}:
             return export(model, save_directory, **asked)
+        if ranks:
+            raise TypeError(
+                f"save_pretrained of a model that is cut over ranks: {', '.join(asked)} is not "
+                "offered: call offload.export(model, folder) on all ranks, and push or convert the "
+                "folder on one"
+            )
         return type(model).save_pretrained(model, save_directory, **options)

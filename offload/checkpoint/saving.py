@@ -37,6 +37,7 @@ from offload.checkpoint.directory import (
     whole_directory,
     write_checked,
 )
+from offload.checkpoint.rank_parts import Parts, States, meet, read_together, write_together
 from offload.checkpoint.schema import shown
 from offload.checkpoint.shards import (
     SCALE,
@@ -64,9 +65,6 @@ from offload.runtime.memory import host_tensor
 from offload.runtime.runner import Runner
 from offload.runtime.store import AHEAD, ahead
 
-States = Mapping[str, Mapping[str, Any]]
-"""By parameter that has stepped: its `steps`, and the dtypes of its `slots`."""
-
 
 @entry
 def save(
@@ -82,7 +80,8 @@ def save(
     """Write all that training goes on from to a directory, which is there whole or not at all.
 
     Weights and states of any size go through a window of some hundred MiB. Gradients are not part
-    of it: save after `step()`.
+    of it: save after `step()`. Over several ranks all of them call it, and the first one writes,
+    with its `user` and `scheduler`; `load` reads it with any number of ranks.
 
     Args:
         model: attached.
@@ -103,7 +102,6 @@ def save(
     """
     refuse_inside("offload.save()")
     engine, where, states = _engine_of(model, optimizer), os.fspath(directory), dict[str, Any]()
-    engine.require_alone("offload.save")
     run: dict[str, Any] = {"format": FORMAT, "step": engine.steps, "user": encoded(user, "user")}
     if optimizer is None and not frozen:
         raise ValueError(
@@ -115,16 +113,23 @@ def save(
         run["scheduler"] = encoded(scheduler.state_dict(), "the scheduler's state")
     with engine.lock, ExitStack() as opened:
         settle(engine)
+        meet(engine)
         if optimizer is not None:
             run["optimizer"] = optimizer_of(engine, optimizer)
             states = run["optimizer"]["states"]
             run["random"] = random_state(engine.runner.device.torch_device)
+            if engine.ranks is not None:
+                run["random_of_ranks"] = engine.ranks.group.tell_objects(run["random"])
         sets = sets_of(engine, model, states, frozen)
         opened.enter_context(interruptible())
-        new = opened.enter_context(whole_directory(where))
         parts = parts_of(engine, model, optimizer, states, frozen)
-        write_sets(new, sets, parts, f"saving to {where}", shard_bytes)
-        write_checked(os.path.join(new, RUN), run)
+
+        def write(parts: Parts) -> None:
+            with whole_directory(where) as new:
+                write_sets(new, sets, parts, f"saving to {where}", shard_bytes)
+                write_checked(os.path.join(new, RUN), run)
+
+        write_together(engine, parts, states, frozen, write)
 
 
 @entry
@@ -163,6 +168,7 @@ def load(
         sets = sets_of(engine, model, states, run.get("frozen", True))
         backend = opened.enter_context(closing(aio.open_backend()))
         reader = opened.enter_context(closing(SetsReader(where, sets, backend)))
+        reader.shared = engine.ranks is not None
         check_sets(sets, reader.tensors, asked)
         moved = opened.enter_context(progress(f"loading {where}", sets))
 
@@ -171,7 +177,8 @@ def load(
             moved(found.nbytes)
             return found
 
-        take_over(engine, model, optimizer, run, values)
+        take = partial(take_over, engine, model, optimizer, run, values)
+        read_together(engine, reader, take)
         engine.commits.loaded()
         if scheduler is not None and optimizer is not None:
             scheduler.load_state_dict(decoded(run["scheduler"]))
@@ -181,11 +188,11 @@ def load(
 def write_sets(
     directory: str,
     sets: Sets,
-    parts: Iterable[tuple[str, str, torch.Tensor]],
+    parts: Parts,
     told: str,
     shard_bytes: int,
 ) -> None:
-    """Write sets to a new directory; `parts` has all values in their order: prefix, name, part."""
+    """Write sets to a new directory; `parts` has all values in their order."""
     with ExitStack() as opened:
         backend = opened.enter_context(closing(aio.open_backend()))
         moved = opened.enter_context(progress(told, sets))
@@ -226,7 +233,7 @@ def settle(engine: Engine) -> None:
 def _parameters(engine: Engine, frozen: bool = True) -> Iterator[tuple[tuple[int, int], Parameter]]:
     """All parameters, or those that are trained, in the order in which they lie, each with its unit
     and index."""
-    for unit, spec in enumerate(engine.plan.profile.units):
+    for unit, spec in enumerate(engine.plan.profile.full):
         for index, one in enumerate(spec.parameters):
             if frozen or one.trainable:
                 yield (unit, index), one
@@ -345,8 +352,8 @@ def parts_of(
     optimizer: Optimizer | None,
     states: States,
     frozen: bool = True,
-) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """All values, part by part: the prefix, the name and the part, 1-D, where it lies."""
+) -> Parts:
+    """All values that are here, each part where it lies."""
 
     def read(chunk: Chunk) -> tuple[Chunk, list[torch.Tensor | None]]:
         wanted = chunk.values if states else (chunk.weight, None)
@@ -437,8 +444,10 @@ def take_over(
             optimizer.states.count(owner, saved["steps"], saved["slots"])
         engine.steps = run["step"]
         optimizer.take_options(options_of(run))
-        if "random" in run:  # Not in what was converted.
-            set_random_state(run["random"], engine.runner.device.torch_device)
+        rank = 0 if engine.ranks is None else engine.ranks.group.rank
+        random = run.get("random_of_ranks", [run["random"]] if "random" in run else [])
+        for one in random[rank : rank + 1]:  # None in what was converted.
+            set_random_state(one, engine.runner.device.torch_device)
 
 
 # -- whether it fits -------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from safetensors import SafetensorError, safe_open
 import aio
 from aio.errors import naming
 from cpu_adam import crc32c
+from cpu_adam.checksum import crc32c_combined
 from cpu_adam.formats import GROUP_ELEMENTS
 from offload.checkpoint.schema import Each, check, file_name, shown, text
 
@@ -272,8 +273,10 @@ class SetsReader:
         self._files: list[aio.Reader] = []
         self._recent: dict[str, dict[aio.Reader, None]] = {}
         """By set those that have memory, the last one last."""
-        self._running: dict[tuple[str, str], tuple[int, int]] = {}
-        """Of tensors of which a part was read: the bytes, and their checksum."""
+        self.shared = False
+        """Whether several processes read it, each some parts: then `check` compares checksums."""
+        self.parts: dict[tuple[str, str], tuple[int, int, int]] = {}
+        """Of tensors of which a part was read: from which byte on, to which, and its checksum."""
         self.places: dict[str, dict[str, _Place]] = {}
         """By set and name."""
         try:
@@ -355,19 +358,43 @@ class SetsReader:
             del recent[oldest]
             oldest.let_go()
         place.file.read(place.start + start, into)
-        done, crc = self._running.pop((prefix, name), (0, 0))
+        first, done, crc = self.parts.pop((prefix, name), (start, start, 0))
         assert done == start, f"{name}: parts out of order"
         done, crc = done + into.size, crc32c(into, crc)
-        if done < place.tensor.bytes:
-            self._running[prefix, name] = done, crc
-        elif place.crc is not None and crc != place.crc:
+        if self.shared or first or done < place.tensor.bytes:
+            self.parts[prefix, name] = first, done, crc
+        else:
+            self._check(place, crc)
+        return found
+
+    def check(self, parts: Iterable[Mapping[tuple[str, str], tuple[int, int, int]]]) -> None:
+        """Compare the checksums of tensors that several processes have read, each its `parts`.
+
+        Raises:
+            OSError: EIO where one is another.
+        """
+        found: dict[tuple[str, str], list[tuple[int, int, int]]] = {}
+        for one in parts:
+            for key, part in one.items():
+                found.setdefault(key, []).append(part)
+        for (prefix, name), each in found.items():
+            place, at, crc = self.places[prefix][name], 0, 0
+            for first, last, value in sorted(each):
+                if first == at:
+                    at, crc = last, crc32c_combined(crc, value, last - first)
+            if at == place.tensor.bytes:
+                self._check(place, crc)
+
+    @staticmethod
+    def _check(place: _Place, crc: int) -> None:
+        if place.crc is not None and crc != place.crc:
             raise OSError(
                 errno.EIO,
-                f"{name}: checksum mismatch (CRC32C {crc:#010x}, written as {place.crc:#010x}); "
-                "likely the drive or a copy changed bits; load another checkpoint",
+                f"{place.tensor.name}: checksum mismatch (CRC32C {crc:#010x}, written as "
+                f"{place.crc:#010x}); likely the drive or a copy changed bits; load another "
+                "checkpoint",
                 place.file.path,
             )
-        return found
 
     def close(self) -> None:
         """Close all files."""

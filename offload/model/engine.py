@@ -216,10 +216,8 @@ class Engine:
         """
         if self.ranks is not None:
             raise RuntimeError(
-                f"{what} was asked for a model that is cut over ranks: save with "
-                "torch.distributed.checkpoint.save({'model': model.state_dict(), 'optimizer': "
-                "optimizer.state_dict()}, checkpoint_id=DIR) on all ranks; `offload convert` makes "
-                "any other format of that folder"
+                f"{what} was asked for a model that is cut over ranks, and is offered with one: on "
+                "all ranks, offload.save, let the model go, and attach and load when it is needed"
             )
 
     # -- passes ----------------------------------------------------------------------------------

@@ -47,6 +47,8 @@ class Hooks:
         self._in_forward = False
         """Whether the model as a whole runs."""
         self._handles: list[Any] = []
+        self._prepared: list[nn.Module] = []
+        """The model, where accelerate is told that it is prepared."""
         self._announce = [
             partial(entry(self._before_backward), unit) if unit.spec.backward else None
             for unit in engine.units
@@ -75,6 +77,9 @@ class Hooks:
         for index, unit in engine.residents.in_lanes.items():
             for module in filter(None, (ref() for ref in unit.modules)):
                 keep(module.register_forward_pre_hook(Hook(engine.residents.called(index))))
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            self._prepared.append(model)  # Else accelerate wraps it in DistributedDataParallel.
+            vars(model).setdefault("_is_accelerate_prepared", True)
         self._put_on_state_dict(model)
         for unit in engine.units:
             if unit.index not in engine.residents or not trains:
@@ -136,6 +141,8 @@ class Hooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        for model in self._prepared:
+            vars(model).pop("_is_accelerate_prepared", None)
         self._drop_guards()
 
     # -- the model as a whole --------------------------------------------------------------------
@@ -143,6 +150,8 @@ class Hooks:
     def _enter_root(self, module: nn.Module, args: Any) -> None:
         refuse_recording("an offloaded module was called")
         _refuse_data_parallel()
+        if self._prepared:
+            _refuse_lost_autocast(module)
         with self._engine.lock:
             self._engine.check()
             if not in_backward():
@@ -306,6 +315,25 @@ def _refuse_data_parallel() -> None:
             "an attached model was called by DistributedDataParallel, which sums gradients over "
             "ranks before the engine sees them: every rank would train alone. Call the model "
             "itself: attach cuts it over all ranks, where torch.distributed is set up before it"
+        )
+
+
+def _refuse_lost_autocast(model: nn.Module) -> None:
+    """Refuse a model over ranks without the mixed precision that accelerate gives what it prepares.
+
+    Raises:
+        RuntimeError: there is an Accelerator with mixed precision, and no autocast.
+    """
+    accelerate: Any = sys.modules.get("accelerate.state")
+    asked = accelerate and accelerate.AcceleratorState._shared_state.get("_mixed_precision")
+    kinds = {"cpu", getattr(torch.accelerator.current_accelerator(), "type", "cpu")}
+    wrapped = "_original_forward" in vars(model) or any(map(torch.is_autocast_enabled, kinds))
+    if asked in ("bf16", "fp16") and not wrapped:
+        raise RuntimeError(
+            f"accelerate was asked for mixed_precision={asked!r}, and a model that is cut over "
+            "ranks was called without it: before attach, model = accelerator.prepare_model(model, "
+            "evaluation_mode=True); with a Trainer, class Trainer(offload.TrainerMixin, "
+            "transformers.Trainer); or train a model in bfloat16 without it"
         )
 
 

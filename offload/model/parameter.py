@@ -194,11 +194,18 @@ def _converted(convert: Any) -> Any:
 
     def answer(parameter: OffloadedParameter, *args: Any, **kwargs: Any) -> Any:
         probe = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+        # Accelerate numbers the CPUs of ranks, and torch would copy from one to the other.
+        args = tuple(_unnumbered(one) for one in args)
         if kwargs.get("memory_format") is None and convert(probe, *args, **kwargs) is probe:
             return parameter
         return parameter._offload_access.lend(convert, [parameter], (parameter, *args), kwargs)
 
     return answer
+
+
+def _unnumbered(given: Any) -> Any:
+    cpu = isinstance(given, torch.device) and given.type == "cpu"
+    return torch.device("cpu") if cpu else given
 
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {

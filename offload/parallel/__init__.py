@@ -64,6 +64,9 @@ def gathered(
 ) -> Iterator[None]:
     """A context in which parameters of a model show all of their values; all ranks enter it.
 
+    Without names `optimizer.state_dict()` has all values, too, so that what saves both on one rank
+    (`accelerator.save_state`, `torch.save`) finds them; all ranks ask for it.
+
     Args:
         model: attached; with one rank nothing changes.
         names: of the parameters, all of them by default: each takes its full size in memory.
@@ -87,7 +90,7 @@ def gathered(
     with engine.lock:
         engine.boundary()
         places = [at for name, at in known.items() if names is None or name in names]
-        with engine.ranks.gathered(places, source):
+        with engine.ranks.gathered(places, source, names is None):
             yield
         engine.boundary()
 

@@ -92,6 +92,10 @@ class FlatShard(torch.Tensor):
         """Refused: values are on other ranks."""
         self._refuse("tolist()")
 
+    def untyped_storage(self) -> NoReturn:
+        """Refused: values are on other ranks."""
+        self._refuse("the memory (by safetensors, likely)")
+
     def numpy(self, *, force: bool = False) -> NoReturn:
         """Refused: values are on other ranks."""
         self._refuse("numpy()")
@@ -104,8 +108,8 @@ class FlatShard(torch.Tensor):
         raise ShardError(
             f"{what} of {self._name} was asked for, of which elements {here.start} to {here.stop} "
             f"of {self.numel()} are on this rank. Values: on all ranks together, `with "
-            "offload.gathered(model):`; those here: offload.local(p). To save: "
-            'torch.distributed.checkpoint.save({"model": model.state_dict(), ...}) on all ranks'
+            "offload.gathered(model):`; those here: offload.local(p). To save: on all ranks "
+            "offload.save(model, optimizer, folder), or torch.distributed.checkpoint"
         )
 
     @classmethod

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -60,7 +61,8 @@ class Group:
 
     def __init__(self, group: Any, device: Device, timeout_s: float):
         """Of a process group that is there."""
-        self._group, self._device, self._timeout_s = group, device, timeout_s
+        self._group = _apart(group or dist.group.WORLD)
+        self._device, self._timeout_s = device, timeout_s
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         backends = str(dist.get_backend_config(group))
         on_host = device.is_host or "gloo" in backends
@@ -233,8 +235,9 @@ class Group:
             raise EngineError(
                 f"{missing or 'another rank'} did not come to a collective of the offload engine "
                 f"in {self._timeout_s:.0f} s, after step {self.step}: likely it is stopped, or "
-                "waits elsewhere, as in a collective of its own; end the job, and go on from the "
-                "last checkpoint"
+                "waits elsewhere, as in a collective of its own while this rank saves alone, in "
+                "`if rank == 0` or a Trainer without offload.TrainerMixin; end the job, and go on "
+                "from the last checkpoint"
             )
 
     def _raise_told(self) -> None:
@@ -286,6 +289,14 @@ class Group:
             return json.loads(store.get(f"offload {key}"))
         except RuntimeError:
             return None
+
+
+@cache
+def _apart(group: Any) -> Any:
+    """The same ranks as a group of the engine's own: else a collective of the user's on one rank
+    could take, or give, the bytes of one of the engine's on another."""
+    ranks, backend = dist.get_process_group_ranks(group), str(dist.get_backend_config(group))
+    return dist.new_group(ranks, backend=backend, use_local_synchronization=True)
 
 
 class _Failing:

@@ -43,6 +43,8 @@ class Kind(IntEnum):
     """`optimizer.step()`, with a digest of what it does."""
     VALUES = 5
     """A value is asked for that lies on all ranks."""
+    SAVE = 6
+    """All ranks save or load, with whether this one has failed."""
 
 
 ORDERS_MAX = 64
@@ -54,7 +56,8 @@ _IN_PASS = _ASKS | {Kind.OPEN}
 TEXTS = {
     Kind.END: "was at the end of a pass",
     Kind.STEP: "called step()",
-    Kind.VALUES: "asked for values (state_dict(), a save, offload.gathered())",
+    Kind.VALUES: "asked for values (a norm, offload.gathered())",
+    Kind.SAVE: "saves or loads (offload.save, export, load)",
 }
 
 

@@ -50,6 +50,8 @@ class Ranks:
         self._snapshots = snapshots
         self._shown: dict[tuple[int, int], torch.Tensor] = {}
         """What `gathered` shows, by unit and parameter."""
+        self._states_whole = False
+        """Whether it shows states, too."""
         self.group, self._runner, self._passes = group, runner, passes
         self._plan, self._full = runner.plan, runner.plan.profile.full
         self._order = Order(group.tell, self._serve)
@@ -272,8 +274,13 @@ class Ranks:
             return args[0]
         return self.shard("weight", unit, index, self._snapshots.read(Key("weight", unit, index)))
 
-    def shard(self, kind: str, unit: int, index: int, here: torch.Tensor) -> FlatShard:
+    def shard(self, kind: str, unit: int, index: int, here: torch.Tensor) -> torch.Tensor:
         """A value of a parameter as the user has it."""
+        if self._states_whole and kind not in ("weight", "gradient"):
+            return self.assembled(unit, index, here)
+        return self._shard(kind, unit, index, here)
+
+    def _shard(self, kind: str, unit: int, index: int, here: torch.Tensor) -> FlatShard:
         one, first = self._full[unit].parameters[index], self.local(unit, index).start
         return FlatShard(here.view(-1), one.shape, first, f"{kind} of {one.name}", self._norms)
 
@@ -285,7 +292,7 @@ class Ranks:
         """
         if (found := self._shown.get((unit, index))) is None:
             here = self._snapshots.read(Key("weight", unit, index))
-            self.shard("weight", unit, index, here)._refuse("a value")
+            self._shard("weight", unit, index, here)._refuse("a value")
         return found
 
     def _norms(self, parts: Sequence[torch.Tensor], order: float) -> torch.Tensor:
@@ -303,10 +310,17 @@ class Ranks:
         rows = torch.stack(list(self.group.all_of(table)))
         return rows.amax(0) if largest else rows.sum(0).pow(1 / order)
 
+    def failed(self, mine: bool) -> bool:
+        """Meet in a save or load; whether it has failed on any rank."""
+        self._land()
+        return any(one.payload for one in self._order.meet(Kind.SAVE, 0, mine))
+
     @contextmanager
-    def gathered(self, places: Sequence[tuple[int, int]], source: int | None) -> Iterator[None]:
-        """See `parallel.gathered`."""
-        snapshots = self._snapshots
+    def gathered(
+        self, places: Sequence[tuple[int, int]], source: int | None, states: bool
+    ) -> Iterator[None]:
+        """See `parallel.gathered`; `states` too are whole, as copies."""
+        snapshots, self._states_whole = self._snapshots, states
         for unit, index in places:
             here = snapshots.read(Key("weight", unit, index))
             self._shown[unit, index] = self.assembled(unit, index, here)
@@ -314,6 +328,7 @@ class Ranks:
         try:
             yield
         finally:
+            self._states_whole = False
             for unit, index in places:
                 found = self._shown.pop((unit, index))
                 if source is not None:

@@ -1,0 +1,62 @@
+"""What a Trainer of Hugging Face needs besides an attached pair: over ranks, and at any size."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from offload.checkpoint.directory import RUN
+from offload.checkpoint.saving import load, save
+from offload.model.engine import attached, engine_of
+
+SAVED = "offload"
+"""The folder in a checkpoint that has weights and states."""
+
+_Trainer: Any = object
+"""What comes after the mixin, for a checker of types."""
+
+
+class TrainerMixin(_Trainer):  # type: ignore[misc]
+    """Let a Trainer save and resume an attached model over several ranks, and at any size.
+
+        class Trainer(offload.TrainerMixin, transformers.Trainer): ...
+
+    A checkpoint has the model as Hugging Face writes it, and `offload.save` of all that training
+    goes on from, in the folder `offload`: no copy of the states is in memory, and any number of
+    ranks resumes it. Over ranks, where Trainers save on the first one alone, all of them take part.
+    """
+
+    def _ranks(self) -> Any:
+        return engine_of(self.model).ranks if self.model in attached else None
+
+    def _wrap_model(self, model: Any, *args: Any, **options: Any) -> Any:
+        """Let accelerate put its mixed precision around a model over ranks, and nothing else."""
+        told = vars(model).get("_is_accelerate_prepared") and model in attached
+        if told and "_original_forward" not in vars(model):
+            model._is_accelerate_prepared = False
+            model = self.accelerator.prepare_model(model, evaluation_mode=True)
+        return super()._wrap_model(model, *args, **options)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the model on the first rank; all of them call it."""
+        if self._ranks() is not None and not self.args.should_save:
+            self.model.save_pretrained(output_dir or self.args.output_dir)
+        super().save_model(output_dir, _internal_call)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self.model not in attached:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        where, pair = os.path.join(output_dir, SAVED), (self.model, self._optimizer())
+        save(*pair, where, scheduler=self.lr_scheduler)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        where = os.path.join(checkpoint or "", SAVED)
+        if checkpoint is None or not os.path.exists(os.path.join(where, RUN)):
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        load(self.model, self._optimizer(), where, scheduler=self.lr_scheduler)
+
+    def _optimizer(self) -> Any:
+        """What `attach` returned, of which accelerate has a wrapper."""
+        return getattr(self.optimizer, "optimizer", self.optimizer)
