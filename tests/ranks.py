@@ -173,6 +173,7 @@ class Model(nn.Module):
         self.head = nn.Linear(width, vocabulary, bias=False)
         if kind == "tied":
             self.head.weight = self.embed.weight
+            nn.init.normal_(self.embed.weight, std=0.1)
         if kind == "frozen":
             for block in self.blocks[:2]:
                 block.requires_grad_(False)

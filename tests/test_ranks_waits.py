@@ -28,30 +28,36 @@ class Site(NamedTuple):
 _TASK = "entry.unit, task)\n            )\n"
 
 SITES = {
-    "gather: for what was begun ahead": Site(
+    "gather: until it is there": Site(
         "ranks",
-        'begin with those of the next."""\n        self._land()\n',
-        'begin with those of the next."""\n',
+        "        if task is not None:\n            self._land(task)\n        elif",
+        "        if task is not None:\n            pass\n        elif",
     ),
-    "gather: until it is there": Site("ranks", f"{_TASK}            self._land()\n", _TASK),
     "gather: for the shard and the slot": Site(
         "ranks",
-        "            self._runner.begin(task)\n        home",
-        "            pass\n        home",
+        "                self._runner.begin(task)\n            works",
+        "                pass\n            works",
     ),
     "exchange: for the fold of the one before": Site(
-        "ranks", 'to its owners."""\n        self._land()\n', 'to its owners."""\n'
+        "ranks",
+        "self._sent[1]) is not None:\n            self._land(task)\n        self._busy",
+        "self._sent[1]) is not None:\n            pass\n        self._busy",
+    ),
+    "collecting: for the exchange of the slot": Site(
+        "gradients",
+        "        self._ranks.land(unit)\n        super()._acquire",
+        "        super()._acquire",
     ),
     "exchange: for the gradient": Site(
-        "ranks", "        runner.begin(task)\n        works", "        works"
+        "ranks", "            runner.begin(task)\n            source", "            source"
     ),
     "end of a pass: for what has begun": Site(
         "ranks", "gradients.came())\n        self._land()\n", "gradients.came())\n"
     ),
     "landing: for the collective": Site(
         "ranks",
-        "            for work in works:\n                self.group.wait(work)\n            over()",
-        "            over()",
+        "                for work in works:\n                    self.group.wait(work)\n",
+        "",
     ),
     "fold: for the slot": Site(
         "gradients", "            runner.begin(task)\n            place", "            place"

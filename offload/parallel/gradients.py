@@ -50,6 +50,10 @@ class SummedGradients(Gradients):
         """Take over a gradient that autograd has just produced: no sum is final yet."""
         super().collect(unit, parameter, gradient)
 
+    def _acquire(self, unit: int) -> None:
+        self._ranks.land(unit)
+        super()._acquire(unit)
+
     def _move_home(self, unit: int, new: frozenset[int], kept: frozenset[int]) -> None:
         self._prepare(unit, new)
         self._ranks.exchange(unit)
@@ -131,7 +135,18 @@ class SummedGradients(Gradients):
             if members >> number & 1:
                 self.units[unit].kept.add(parameter)
 
+    def has(self, unit: int, parameter: int) -> bool:
+        """Whether a parameter has a gradient."""
+        self._ranks.land(unit)
+        return super().has(unit, parameter)
+
+    def assign(self, unit: int, parameter: int, gradient: torch.Tensor | None) -> None:
+        """Copy a gradient in, in place of the one that there is, if any."""
+        self._ranks.land(unit)
+        super().assign(unit, parameter, gradient)
+
     def give_up(self, unit: int, parameter: int) -> None:
         """Let a parameter have no gradient."""
+        self._ranks.land(unit)
         super().give_up(unit, parameter)
         self._stored[unit].discard(parameter)

@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple, TypeVar
@@ -64,12 +64,15 @@ class Group:
         self._group = _apart(group or dist.group.WORLD)
         self._device, self._timeout_s = device, timeout_s
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
-        backends = str(dist.get_backend_config(group))
-        on_host = device.is_host or "gloo" in backends
-        self._talks_on = torch.device("cpu") if on_host else device.torch_device
-        self._apart = None if device.is_host else torch.Stream(device.torch_device)
-        """Where collectives of slots begin, as who begins them has waited for the slots: behind
-        none of the user's compute."""
+        self._talk = group
+        """For what lies in CPU memory: messages, sums, values. No stream of a device waits."""
+        if "cpu:" not in str(dist.get_backend_config(group)):
+            members = dist.get_process_group_ranks(group)
+            self._talk = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+        stream = None if device.is_host else torch.Stream(device.torch_device)
+        self.apart: Callable[[], AbstractContextManager[object]] = lambda: stream or nullcontext()
+        """In this context collectives of slots begin: whoever begins one has waited for its slots,
+        so it is behind none of the user's compute."""
         self.make_room(0)
         self.sent_bytes = 0
         """What this rank has sent of weights and gradients so far."""
@@ -83,8 +86,8 @@ class Group:
     def make_room(self, members: int) -> None:
         """Let messages have room for sets of so many parameters."""
         self._words = -(-members // WORD_BITS)
-        self._said = torch.zeros(3 + self._words, dtype=torch.int64, device=self._talks_on)
-        self._heard = torch.zeros(self.ranks * len(self._said), dtype=torch.int64).to(self._said)
+        self._said = torch.zeros(3 + self._words, dtype=torch.int64)
+        self._heard = torch.zeros(self.ranks * len(self._said), dtype=torch.int64)
 
     # -- attach ----------------------------------------------------------------------------------
 
@@ -144,21 +147,18 @@ class Group:
     def gather(self, into: torch.Tensor, part: torch.Tensor) -> Any:
         """Begin to gather a part from each rank, in their order."""
         self.sent_bytes += part.nbytes * (self.ranks - 1)
-        with self._apart or nullcontext():
-            return self._begun(_all_gather, into, part)
+        return self._begun(_all_gather, into, part, self._group)
 
     def exchange(self, into: torch.Tensor, source: torch.Tensor) -> Any:
         """Begin to send each rank its part of `source`; their parts come in their order."""
         self.sent_bytes += source.nbytes // self.ranks * (self.ranks - 1)
-        with self._apart or nullcontext():
-            return self._begun(dist.all_to_all_single, into, source)
+        return self._begun(dist.all_to_all_single, into, source, self._group)
 
     def all_of(self, part: torch.Tensor) -> list[torch.Tensor]:
         """A tensor of each rank, all of one shape; waits."""
-        there = self._device.torch_device
-        flat = part.contiguous().view(-1).view(torch.uint8).to(there)
-        into = torch.empty(self.ranks * flat.numel(), dtype=torch.uint8, device=there)
-        self.wait(self._begun(_all_gather, into, flat))
+        flat = part.contiguous().view(-1).view(torch.uint8).cpu()
+        into = torch.empty(self.ranks * flat.numel(), dtype=torch.uint8)
+        self.wait(self._begun(_all_gather, into, flat, self._talk))
         rows = into.to(part.device).chunk(self.ranks)
         return [row.view(part.dtype).view(part.shape) for row in rows]
 
@@ -175,14 +175,14 @@ class Group:
             words.append(members & (1 << WORD_BITS) - 1)
             members >>= WORD_BITS
         self._said.copy_(torch.tensor(words, dtype=torch.int64))
-        self.wait(self._begun(_all_gather, self._heard, self._said))
+        self.wait(self._begun(_all_gather, self._heard, self._said, self._talk))
         return [self._message(row) for row in self._heard.view(self.ranks, -1).tolist()]
 
     def tell_objects(self, said: object) -> list[Any]:
         """The same of any objects, for what is rare."""
         found: list[Any] = [None] * self.ranks
         with self._failing():
-            dist.all_gather_object(found, said, group=self._group)
+            dist.all_gather_object(found, said, group=self._talk)
         return found
 
     @staticmethod
@@ -190,11 +190,11 @@ class Group:
         members = sum(word << at * WORD_BITS for at, word in enumerate(row[3:]))
         return Message(row[0], row[1], row[2], members)
 
-    def _begun(self, collective: Any, into: torch.Tensor, source: torch.Tensor) -> Any:
+    def _begun(self, collective: Any, into: torch.Tensor, source: torch.Tensor, on: Any) -> Any:
         if self._over is not None:
             raise EngineError(f"no more is asked of the other ranks: {self._over}") from self._over
         with self._failing(), torch.no_grad():
-            return collective(into, source, group=self._group, async_op=True)
+            return collective(into, source, group=on, async_op=True)
 
     # -- waits and failures ----------------------------------------------------------------------
 

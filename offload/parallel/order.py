@@ -100,8 +100,9 @@ class Order:
         self._alike, self._left = same, False
         self._queue = deque(known) if same and known is not None else None
 
-    def request(self, one: Request, begin: Callable[[], None]) -> None:
-        """Do a collective, by `begin`, in its turn."""
+    def request(self, one: Request, begin: Callable[[], None], *, sooner: bool = False) -> None:
+        """Do a collective, by `begin`, in its turn: where the order is known, before the exchange
+        that it was asked for behind, if it could be done `sooner`."""
         if self._queue is not None:
             if self.next == one:
                 self._queue.popleft()
@@ -109,6 +110,8 @@ class Order:
                 return
             self._leave()
         self._round(Message(*one), one, begin)
+        if sooner and [at.kind for at in self._done[-2:]] == [Kind.EXCHANGE, Kind.GATHER]:
+            self._done[-2:] = reversed(self._done[-2:])
 
     def close(self, members: int) -> int:
         """The pass ends; returns the union of the ranks' `members`."""

@@ -5,7 +5,10 @@ Each rank has its shard of every unit in its own tiers, and all that moves and u
 shards only ([Note: Shards] of `planning.profile`). Here a unit is made of its shards before it is
 used, and its gradient is sent to the owners after it has come. Both are ops of the pass, which wait
 for slots and are waited for like any other; the user's thread begins them in the order of `order`.
-One more is begun ahead where it is known and its slot is free.
+
+Where the order is known, the weights of the next unit are gathered while one computes, and a
+gradient is on its way while the next one is made. So a gather goes ahead of the exchange of the
+gradient that is made meanwhile, and a use waits for its own gather, not for the exchange before.
 
 [Note: Sums over ranks]
 An owner gets the gradients of all ranks and adds them to what it keeps one after the other, in the
@@ -55,8 +58,14 @@ class Ranks:
         self.group, self._runner, self._passes = group, runner, passes
         self._plan, self._full = runner.plan, runner.plan.profile.full
         self._order = Order(group.tell, self._serve)
-        self._flying: deque[tuple[list[Any], Callable[[], None]]] = deque()
-        """Collectives that have begun, and what to do when they are over."""
+        self._flying: deque[tuple[Task | None, list[Any], Callable[[], None]]] = deque()
+        """Collectives that have begun, of which op, and what to do when they are over."""
+        self._used: list[Entry] = []
+        """Turns of this pass whose compute goes on."""
+        self._busy: set[Place | None] = set()
+        """Where the weights were that were in use at the last exchange."""
+        self._sent: tuple[int, Task | None] = (-1, None)
+        """The last unit whose gradient was exchanged, and by which op."""
         self.gradients: Any = None
         """`SummedGradients`."""
         self._backwards = 0
@@ -74,6 +83,7 @@ class Ranks:
 
     def closed(self) -> None:
         """The pass is over: what other ranks still need of it is done first."""
+        self._used, self._busy, self._sent = [], set(), (-1, None)
         self._backwards += self._passes.verb is Verb.BACKWARD
         members = self._order.close(self.gradients.came())
         self._land()
@@ -81,33 +91,46 @@ class Ranks:
 
     def gather(self, entry: Entry) -> None:
         """The weights of a unit, which is used now; begin with those of the next."""
-        self._land()
-        task = entry.gather
-        if task is not None and not task.begun:
-            self._order.request(
-                Request(Kind.GATHER, entry.unit), partial(self._begin_gather, entry.unit, task)
-            )
+        if (task := entry.gather) is not None and not task.begun:
             self._land()
+            self._request(entry.unit, task)
+        if task is not None:
+            self._land(task)
+        elif any(one is not self._sent[1] for one, *_ in self._flying):
+            self._land()  # The slot may get its weights just now.
+        self._used = [one for one in self._used if not one.task.over] + [entry]
         self._ahead()
 
-    def _ahead(self) -> None:
-        """Begin to gather what is used next, if nothing is in the way."""
+    def _ahead(self, *, wait: bool = False) -> None:
+        """Begin to gather what is used next, if it is known and its slot is free; `wait` for lanes,
+        but not for a unit that is in use."""
         entry = self._passes.following()
         if entry is None or self._order.next != (Kind.GATHER, entry.unit):
             return
-        task = entry.gather
-        if task is not None and not task.begun and self._runner.begins(task):
-            self._order.request(
-                Request(Kind.GATHER, entry.unit), partial(self._begin_gather, entry.unit, task)
-            )
+        if (task := entry.gather) is None or task.begun:
+            return
+        if wait and self._plan.full_weight[entry.unit] not in self._busy:
+            self._land()
+            self._runner.begin(task)
+        elif not self._runner.begins(task):
+            return
+        self._request(entry.unit, task)
+
+    def _request(self, unit: int, task: Task) -> None:
+        self._order.request(
+            Request(Kind.GATHER, unit),
+            partial(self._begin_gather, unit, task),
+            sooner=self._plan.full_weight[unit] not in self._busy,
+        )
 
     def _begin_gather(self, unit: int, task: Task) -> None:
-        if not task.begun:
-            self._runner.begin(task)
         home = self._plan.weight_slot[unit] or self._plan.home("weight", unit)
         here = self._runner.memory.at(Use(home, Value("weight", unit)))
-        works = self._gathered(unit, here, self._runner.memory.weights(unit))
-        self._flying.append((works, partial(self._runner.finish, task)))
+        with self.group.apart():
+            if not task.begun:
+                self._runner.begin(task)
+            works = self._gathered(unit, here, self._runner.memory.weights(unit))
+        self._flying.append((task, works, partial(self._runner.finish, task)))
 
     def gather_apart(self, unit: int, into: torch.Tensor) -> None:
         """The weights of a unit in other memory than its slot."""
@@ -141,13 +164,25 @@ class Ranks:
             size, own = full.elements * item, part.elements * item
             yield slice(at, at + size), slice(mine, mine + own)
 
-    def _land(self) -> None:
-        """Wait for the collectives that have begun."""
+    def _land(self, last: Task | None = None) -> None:
+        """Wait for the collectives that have begun: for all, or up to that of the op `last`."""
+        if last is not None and all(task is not last for task, *_ in self._flying):
+            return
         while self._flying:
-            works, over = self._flying.popleft()
-            for work in works:
-                self.group.wait(work)
-            over()
+            task, works, over = self._flying.popleft()
+            with self.group.apart():
+                for work in works:
+                    self.group.wait(work)
+                over()
+            if last is not None and task is last:
+                return
+
+    def land(self, unit: int) -> None:
+        """Wait for the gradient of a unit that is on its way, and of one that has its slot."""
+        sent, task = self._sent
+        slots = self._plan.full_gradient
+        if task is not None and (sent == unit or slots[sent] == slots[unit]):
+            self._land(task)
 
     def _serve(self, one: Request) -> None:
         """Take part in what other ranks need and this one does not, now."""
@@ -165,7 +200,10 @@ class Ranks:
 
     def exchange(self, unit: int) -> None:
         """The gradient of a unit, all of it that has come, to its owners."""
-        self._land()
+        if (task := self._sent[1]) is not None:
+            self._land(task)
+        self._busy = {self._plan.full_weight[one.unit] for one in self._used if not one.task.over}
+        self._ahead(wait=True)  # The order has it first, and it may not have begun so far.
         self._order.request(Request(Kind.EXCHANGE, unit), partial(self.begin_exchange, unit))
         self._ahead()
 
@@ -175,16 +213,17 @@ class Ranks:
         (task,) = runner.start(
             runner.moves(exchange, unit, self._passes.position + 1), self._passes.number
         )
-        runner.begin(task)
-        works = self._exchange(
-            unit, runner.memory.at(Use(collected(self._plan, unit).place, value))
-        )
+        with self.group.apart():
+            runner.begin(task)
+            source = runner.memory.at(Use(collected(self._plan, unit).place, value))
+            works = self._exchange(unit, source)
 
         def over() -> None:
             runner.finish(task)
             self._fold(unit)
 
-        self._flying.append((works, over))
+        self._flying.append((task, works, over))
+        self._sent = unit, task
 
     def _exchange_nothing(self, unit: int) -> None:
         """Take part in the exchange of a gradient of which nothing came here."""
@@ -192,7 +231,7 @@ class Ranks:
         source = self._runner.memory.at(reserve)
         for segment, (full, _) in zip(self._full[unit].segments, self._segments(unit, "gradient")):
             source[full].view(getattr(torch, segment.gradient_dtype)).fill_(-0.0)
-        self._flying.append((self._exchange(unit, source), partial(self._fold, unit)))
+        self._flying.append((None, self._exchange(unit, source), partial(self._fold, unit)))
 
     def _exchange(self, unit: int, source: torch.Tensor) -> list[Any]:
         came = self._runner.memory.at(Use(self._exchanged, Value("gradient", unit)))
