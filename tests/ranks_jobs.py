@@ -18,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 import cpu_adam
 import offload
@@ -379,3 +380,21 @@ def sent(rank: int, ranks: int, how: How) -> tuple[int, int, int]:
     gradients = sum(unit.gradient_bytes for unit in full)
     engine.close()
     return found, planned, (weights + gradients) * (ranks - 1) // ranks
+
+
+def train_by_fsdp(rank: int, ranks: int, how: How) -> dict[str, torch.Tensor]:
+    """The same training by FSDP2 with states in CPU memory and this project's AdamW."""
+    model, _ = how.build()
+    mesh = init_device_mesh("cpu", (ranks,))
+    for one in (*model.blocks, model):
+        fully_shard(one, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+        if how.config.get("reduce") == "sum":
+            one.set_gradient_divide_factor(1.0)
+            one.set_force_sum_reduction_for_comms(True)
+    optimizer = cpu_adam.CPUAdam(model.parameters(), lr=1e-2)
+    for step in range(how.steps):
+        for micro in range(how.micro):
+            how.loss(model, (step * how.micro + micro) * ranks + rank).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.full_tensor().detach() for name, value in model.state_dict().items()}
