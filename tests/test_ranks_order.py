@@ -30,12 +30,12 @@ class Rank:
         self.rounds += 1
         return self.table.said(self.number, message)
 
-    def use(self, *requests: Request) -> None:
-        """A pass in which the rank needs these."""
-        self.order.open("pass")
+    def use(self, *requests: Request, backward: bool = False) -> int:
+        """A pass in which the rank needs these; the ranks that were at its end."""
+        self.order.open("backward" if backward else "forward")
         for one in requests:
             self.order.request(one, lambda one=one: self.log.append(one))
-        assert self.order.close(1 << self.number) == (1 << self.table.ranks) - 1
+        return self.order.close(1 << self.number, backward=backward)
 
 
 class Table:
@@ -124,15 +124,43 @@ def test_other_numbers_of_passes_end() -> None:
 
     def job(rank: Rank) -> None:
         for _ in range(1 + 2 * rank.number):
-            rank.order.open("forward")
-            for one in gathers(0, 1):
-                rank.order.request(one, lambda one=one: rank.log.append(one))
-            rank.order.close(0)
+            rank.use(*gathers(0, 1))
         rank.order.meet(Kind.STEP)
 
     found, errors = Table(3).run(job)
     assert not errors
     assert all(one.log == found[0].log for one in found)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_gradient_is_exchanged_once_and_by_all(ranks: int) -> None:
+    """Whatever units each rank has, and whatever it needs between them."""
+    for seed in range(SEEDS // 4):
+
+        def job(rank: Rank, seed: int = seed) -> None:
+            mine = random.Random(seed * 10 + rank.number)
+            for _ in range(3):
+                for _ in range(mine.randrange(3)):  # Generations of other lengths.
+                    rank.use(*gathers(*mine.sample(range(6), 2)))
+                rank.use(*gathers(1, 2))
+                needs = list[Request]()
+                for unit in sorted(mine.sample(range(6), mine.randrange(1, 6)), reverse=True):
+                    needs += gathers(unit)[: mine.randrange(2)]
+                    needs.append(Request(Kind.EXCHANGE, unit))
+                assert rank.use(*needs, backward=True) == (1 << ranks) - 1
+                rank.order.meet(Kind.STEP)
+                rank.log.append(Request(Kind.STEP, 0))
+
+        found, errors = Table(ranks).run(job)
+        assert not errors, (seed, errors)
+        assert all(one.log == found[0].log for one in found), seed
+        exchanged = set[int]()
+        for one in found[0].log:
+            if one.kind == Kind.STEP:
+                exchanged.clear()
+            elif one.kind == Kind.EXCHANGE:
+                assert one.unit not in exchanged, seed
+                exchanged.add(one.unit)
 
 
 @pytest.mark.parametrize(

@@ -347,13 +347,13 @@ class Optimizer(torch.optim.Optimizer):
         given, rule = [], self.rule
         for parameter, state in found:
             unit, index = self._places[parameter]
-            one = self.engine.plan.profile.full[unit].parameters[index]
-            check_state(rule, one.name, one.shape, state)
-            slots = {
-                name: self.engine.part(unit, index, value)
-                for name, value in state.items()
-                if name != "step" and value is not None
-            }
+            shape = self.engine.plan.profile.full[unit].parameters[index].shape
+            one = self.engine.plan.profile.units[unit].parameters[index]
+            slots = {name: v for name, v in state.items() if name != "step" and v is not None}
+            for name, value in slots.items():
+                if getattr(value, "shape", None) == shape:  # Else it is refused.
+                    slots[name] = self.engine.part(unit, index, value)
+            check_state(rule, one.name, one.shape, {**state, **slots})
             # torch's SGD counts no steps; what a buffer holds came of one at least.
             steps = int(state.get("step", 1 if slots else 0))
             given.append(((unit, index), slots, steps))

@@ -124,8 +124,8 @@ class FlatShard(torch.Tensor):
             return found[0]._with(func(found[0]._local, *args[1:], **kwargs))
         if func._schema.name.removeprefix("aten::") not in _EDITS or not _fit(args, found):
             found[0]._refuse(f"{func._schema.name}()")
-        func(*_locals(args), **_locals(kwargs))
-        return args[0]
+        found_here = func(*_locals(args), **_locals(kwargs))
+        return args[0] if found_here is not None else None
 
     # -- torch.distributed.checkpoint ------------------------------------------------------------
 

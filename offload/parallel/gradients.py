@@ -144,6 +144,8 @@ class SummedGradients(Gradients):
         """Copy a gradient in, in place of the one that there is, if any."""
         self._ranks.land(unit)
         super().assign(unit, parameter, gradient)
+        if gradient is not None:
+            self._stored[unit].add(parameter)
 
     def give_up(self, unit: int, parameter: int) -> None:
         """Let a parameter have no gradient."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import reprlib
 import socket
 import threading
@@ -61,14 +62,13 @@ class Group:
 
     def __init__(self, group: Any, device: Device, timeout_s: float):
         """Of a process group that is there."""
-        self._group = _apart(group or dist.group.WORLD)
+        group = group or dist.group.WORLD
+        backends = str(dist.get_backend_config(group))
+        self._group = _own(group, backends)
         self._device, self._timeout_s = device, timeout_s
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
-        self._talk = group
+        self._talk = self._group if "cpu:" in backends else _own(group, "gloo")
         """For what lies in CPU memory: messages, sums, values. No stream of a device waits."""
-        if "cpu:" not in str(dist.get_backend_config(group)):
-            members = dist.get_process_group_ranks(group)
-            self._talk = dist.new_group(members, backend="gloo", use_local_synchronization=True)
         stream = None if device.is_host else torch.Stream(device.torch_device)
         self.apart: Callable[[], AbstractContextManager[object]] = lambda: stream or nullcontext()
         """In this context collectives of slots begin: whoever begins one has waited for its slots,
@@ -180,10 +180,10 @@ class Group:
 
     def tell_objects(self, said: object) -> list[Any]:
         """The same of any objects, for what is rare."""
-        found: list[Any] = [None] * self.ranks
-        with self._failing():
-            dist.all_gather_object(found, said, group=self._talk)
-        return found
+        mine = torch.frombuffer(bytearray(pickle.dumps(said)), dtype=torch.uint8)
+        sizes = [int(one) for one in self.all_of(torch.tensor([len(mine)]))]
+        rows = self.all_of(torch.nn.functional.pad(mine, (0, max(sizes) - len(mine))))
+        return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes)]
 
     @staticmethod
     def _message(row: Sequence[int]) -> Message:
@@ -292,10 +292,10 @@ class Group:
 
 
 @cache
-def _apart(group: Any) -> Any:
+def _own(group: Any, backend: str) -> Any:
     """The same ranks as a group of the engine's own: else a collective of the user's on one rank
     could take, or give, the bytes of one of the engine's on another."""
-    ranks, backend = dist.get_process_group_ranks(group), str(dist.get_backend_config(group))
+    ranks = dist.get_process_group_ranks(group)
     return dist.new_group(ranks, backend=backend, use_local_synchronization=True)
 
 

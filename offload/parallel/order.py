@@ -3,7 +3,9 @@
 [Note: Order of collectives]
 Ranks must begin the same collectives in the same order, and what a rank needs may depend on its
 data: which experts are used, how long a generation is. So a rank *asks* before it begins one: in a
-round each rank says what it needs next, and all of them do all that was asked for. A rank that
+round each rank says what it needs next. All do every gather that was asked for; where none was,
+one exchange, that of the unit whose backward comes first. So a rank that has a gradient waits until
+the others have come as far, and each gives what it has of it: sums keep their order. A rank that
 needs nothing more of a pass says so, and does what others ask until all have said it. That takes a
 small message a unit.
 
@@ -38,7 +40,7 @@ class Kind(IntEnum):
     OPEN = 2
     """A pass begins."""
     END = 3
-    """It needs nothing more of its pass."""
+    """It needs nothing more of its pass; the unit is 1 where that is a backward."""
     STEP = 4
     """`optimizer.step()`, with a digest of what it does."""
     VALUES = 5
@@ -52,6 +54,7 @@ ORDERS_MAX = 64
 
 _ASKS = {Kind.GATHER, Kind.EXCHANGE}
 _IN_PASS = _ASKS | {Kind.OPEN}
+_FORWARD = Kind.END, 0
 
 TEXTS = {
     Kind.END: "was at the end of a pass",
@@ -82,8 +85,10 @@ class Order:
         """What is left of the known order; None where ranks ask."""
         self._done: list[Request] = []
         """What was asked for in the pass under way."""
-        self._alike = self._left = False
-        """Whether all ranks asked for the same, and whether this one has left a known order."""
+        self._alike = self._left = self._doubts = False
+        """Whether all ranks asked for the same; whether this one has left a known order; whether
+        units of the last pass differed, so that ranks ask in this one, whatever is known: a
+        backward that left an order would sum gradients in another."""
 
     @property
     def next(self) -> Request | None:
@@ -92,7 +97,7 @@ class Order:
 
     def open(self, key: object) -> None:
         """A pass begins; `key` is what its order depends on."""
-        known = self._known.get(key)
+        known = None if self._doubts else self._known.get(key)
         mark = zlib.crc32(repr((key, known)).encode())
         said = self._tell(Message(Kind.OPEN, known is not None, mark))
         same = all(one == said[0] for one in said)
@@ -109,17 +114,20 @@ class Order:
                 begin()
                 return
             self._leave()
-        self._round(Message(*one), one, begin)
+        while one not in self._round(Message(*one), one, begin)[1]:
+            pass
         if sooner and [at.kind for at in self._done[-2:]] == [Kind.EXCHANGE, Kind.GATHER]:
             self._done[-2:] = reversed(self._done[-2:])
 
-    def close(self, members: int) -> int:
+    def close(self, members: int, *, backward: bool) -> int:
         """The pass ends; returns the union of the ranks' `members`."""
         asked = self._queue is None
         if self._queue:
             self._leave()
-        said = self._until(Message(Kind.END, 0, self._left, members))
-        if any(one.payload for one in said if one.kind == Kind.END) or not self._alike:
+        said = self._until(Message(Kind.END, backward, self._left, members))
+        left = any(one.payload for one in said if one.kind == Kind.END)
+        self._doubts = left or not self._alike
+        if self._doubts:
             self._known.pop(self._key, None)
         elif asked:
             self._known[self._key] = tuple(self._done)
@@ -150,10 +158,13 @@ class Order:
 
     def _round(
         self, message: Message, mine: Request | None, begin: Callable[[], None]
-    ) -> list[Message]:
-        """Say something, and do all that anybody asks for."""
+    ) -> tuple[list[Message], list[Request]]:
+        """Say something, and do what is asked for; what was said, and what is done."""
         said = self._tell(message)
-        wanted = sorted({Request(*one[:2]) for one in said if one.kind in _ASKS})
+        asked = sorted({Request(*one[:2]) for one in said if one.kind in _ASKS})
+        wanted = [one for one in asked if one.kind == Kind.GATHER]
+        if not wanted and not any(one.kind == Kind.OPEN or one[:2] == _FORWARD for one in said):
+            wanted = asked[-1:]  # Nobody is yet to come to a backward.
         for one in wanted:
             if one == mine:
                 begin()
@@ -161,14 +172,15 @@ class Order:
                 self._serve(one)
         self._alike &= all(one[:2] == said[0][:2] for one in said) or not wanted
         self._done += wanted
-        return said
+        return said, wanted
 
     def _until(self, message: Message) -> list[Message]:
         """Serve the other ranks until they are where this one is."""
         while True:
-            said = self._round(message, None, lambda: None)
+            said, _ = self._round(message, None, lambda: None)
             kinds = {one.kind for one in said}
-            if not kinds.isdisjoint(_IN_PASS):
+            busy = _IN_PASS if message[:2] != _FORWARD else {Kind.GATHER, Kind.OPEN}
+            if not kinds.isdisjoint(busy):
                 continue
             if message.kind == Kind.END or kinds == {message.kind}:
                 return said

@@ -44,6 +44,9 @@ from offload.program.ops import Use, Value, Verb
 from offload.runtime.entry import EngineError
 from offload.runtime.runner import Runner, Task
 
+_ALONE: Any = torch.Tensor.detach, torch.Tensor.data.__get__, torch.zeros_like, torch.empty_like  # type: ignore[attr-defined]
+"""What gives a shard of a parameter, and needs no other rank."""
+
 
 class Ranks:
     """The part of an engine that other ranks take part in."""
@@ -84,8 +87,9 @@ class Ranks:
     def closed(self) -> None:
         """The pass is over: what other ranks still need of it is done first."""
         self._used, self._busy, self._sent = [], set(), (-1, None)
-        self._backwards += self._passes.verb is Verb.BACKWARD
-        members = self._order.close(self.gradients.came())
+        backward = self._passes.verb is Verb.BACKWARD
+        self._backwards += backward
+        members = self._order.close(self.gradients.came(), backward=backward)
         self._land()
         self.gradients.also_came(members)
 
@@ -304,14 +308,17 @@ class Ranks:
             return False
         if function is torch.Tensor.copy_ and isinstance(parameter, OffloadedParameter):
             return not isinstance(others[0], OffloadedParameter)
-        return function in (torch.Tensor.detach, torch.Tensor.data.__get__)  # type: ignore
+        return function in _ALONE
 
     def answer(self, unit: int, index: int, function: Any, args: Any) -> Any:
         """Do a function of a parameter that needs nothing of other ranks."""
         if function is torch.Tensor.copy_:
             args[0]._offload_access.set_data(args[1].to(args[0].dtype))
             return args[0]
-        return self.shard("weight", unit, index, self._snapshots.read(Key("weight", unit, index)))
+        here = self._snapshots.read(Key("weight", unit, index))
+        if function in (torch.zeros_like, torch.empty_like):
+            here.zero_()
+        return self.shard("weight", unit, index, here)
 
     def shard(self, kind: str, unit: int, index: int, here: torch.Tensor) -> torch.Tensor:
         """A value of a parameter as the user has it."""
