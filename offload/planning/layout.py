@@ -324,6 +324,14 @@ def lay_out_memory(
     return memory
 
 
+def full_slots_bytes(profile: Profile, weight_slots: int) -> int:
+    """Bytes of the slots for full units; 0 with one rank."""
+    memory = _Memory()
+    if profile.sharding.ranks > 1:
+        memory.full_slots(profile, weight_slots)
+    return memory.used["device"]
+
+
 def is_resident(unit: Unit, placement: Placement, *, early: bool) -> bool:
     """Whether torch may own a unit's weights and gradients: see [Note: Residents] of `resident`.
 

@@ -1,5 +1,12 @@
 """What the hardware gives: free bytes in each tier, and the speeds of the lanes. No torch.
 
+[Note: What ranks share]
+A machine is what one rank sees while all others do the same: memory, drives, NICs and PCIe that
+several use are divided by them. A collective goes along two axes, inside a node and between nodes.
+It takes as long as the slower axis for what a rank sends there, and a hop to each neighbour in
+turn. What goes between nodes passes the device's PCIe beside the copies, in both directions: where
+that is too slow for both, each has half of it, or the one what the other leaves.
+
 `probe` reads this host. `offload bench nvme` saves the speeds of drives in a file of the user's
 cache, and `probe` reads that file.
 """
@@ -41,6 +48,25 @@ class Machine:
     """Operands of updates of states that live on the device."""
     op_seconds: float = 2e-4
     """Fixed cost of one op on any lane."""
+    nodes: int = 1
+    """Hosts over which ranks are spread evenly, see [Note: What ranks share]."""
+    link_bytes_per_s: float = 20e9
+    """What a rank sends to others of its node."""
+    nic_bytes_per_s: float = 10e9
+    """What a rank sends to other nodes, all ranks of its node at once."""
+    pcie_bytes_per_s: float = 0.0
+    """In each direction, what copies and the NIC of a rank share; 0 if each has its own."""
+    hop_seconds: float = 0.0
+    """From one rank to the next in a collective."""
+    nic_exchange: float = 1.0
+    """Bytes between nodes for each of a gradient that is exchanged: 1 where a node sends its sum in
+    the gradient's dtype, 2 in one twice as wide, the ranks of a node where each sends its own."""
+
+    def axes(self, sent: int, ranks: int, *, sums: bool) -> tuple[float, float]:
+        """Bytes that a rank sends inside its node and to others in a collective in which it sends
+        so many in all; `sums` if those are gradients to be summed."""
+        between = sent * (self.nodes - 1) / max(1, ranks - 1)
+        return sent - between, between * (self.nic_exchange if sums else 1.0)
 
 
 def probe(paths: tuple[str, ...] = (), *, device_free_bytes: int | None = None) -> Machine:

@@ -31,6 +31,7 @@ from offload.planning.layout import (
     Placement,
     Plan,
     Sizes,
+    full_slots_bytes,
     lay_out,
     lay_out_memory,
 )
@@ -200,12 +201,19 @@ class _Search:
         self.reserve = self.auto if self.open else []
         self.sizes = Sizes(profile, self.states)
         self.count = len(self.auto) * len(profile.units)
+        values = zip(*(self.sizes.value[kind] for kind in self.auto))
+        slots = full_slots_bytes(profile, WEIGHT_SLOTS_MAX)
+        self.at_least = [*itertools.accumulate(itertools.chain(*values), initial=slots)]
+        """Bytes that so many values on the device take of it, but for other slots."""
+        self.at_least[0] = full_slots_bytes(profile, 1)
         self.device, self.cpu, self.nvme = cache(self._device), cache(self._cpu), cache(self._nvme)
 
     def fitting(self, budgets: Mapping[Tier, float]) -> Iterator[_Arrangement]:
         """Arrangements that fit: the most on the device first, each with the most on the cpu."""
         most = self.count
         for on_device, weight_slots in self.candidates():
+            if self.at_least[on_device] > budgets["device"]:
+                continue  # As the closer look would show, which takes its time.
             if self.device(on_device, weight_slots) <= budgets["device"]:
                 numbers = self.numbers(on_device, most, budgets["nvme"])
                 fits = (n for n in reversed(numbers) if self.cpu(on_device, n) <= budgets["cpu"])

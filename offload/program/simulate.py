@@ -14,6 +14,10 @@ lane (updates of states that live on the device) share the device with the user,
 If the CPU is the compute device, that lane is a thread beside the user's, and both run at full
 speed.
 
+Over several ranks this is one of them, which all do the same at the same time. A collective is one
+op of the lane `comm`: the user's thread launches it and goes on, as with a copy. Its sums are made
+on the compute lane. See [Note: What ranks share] of `machine`.
+
 Each op of the engine takes `Machine.op_seconds`, and its bytes at the speed of its lane. An op that
 moves chunks inside ([Note: Streams] of `ops`) is done in as many pieces as there are chunks, up to
 the number of staging slots. Each brings what it needs, does its work and takes back what it has
@@ -29,7 +33,7 @@ from dataclasses import dataclass, replace
 
 from offload.planning.machine import Machine
 from offload.program.compile import compute_phase, parts_of, passing, square
-from offload.program.ops import OF_USER, Lane, Op, Program, Verb, cells
+from offload.program.ops import Lane, Op, Program, Verb, cells
 from offload.program.schedule import Schedule, Scoreboard, State, Task, uncollected
 
 ComputeSeconds = Callable[[int, Verb], float]
@@ -100,8 +104,8 @@ def simulate(
 
 def speeds_of(lane: Lane) -> list[str]:
     """The fields of Machine with the speeds of a lane, for writes last."""
-    names = ["disk_read", "disk_write"] if lane is Lane.DISK else [lane.value]
-    return [f"{name}_bytes_per_s" for name in names]
+    several = {Lane.DISK: ["disk_read", "disk_write"], Lane.COMM: ["link", "nic"]}
+    return [f"{name}_bytes_per_s" for name in several.get(lane, [lane.value])]
 
 
 def speed_of(op: Op) -> str:
@@ -110,22 +114,39 @@ def speed_of(op: Op) -> str:
     return speeds_of(op.lane)[-1 if writes else 0]
 
 
-def seconds_of(op: Op, machine: Machine) -> float:
+def seconds_of(op: Op, machine: Machine, ranks: int = 1) -> float:
     """How long an op of the engine takes on its lane."""
+    if op.lane is Lane.COMM:
+        inside, between = machine.axes(op.bytes, ranks, sums=op.verb is Verb.EXCHANGE)
+        axes = inside / machine.link_bytes_per_s, between / machine.nic_bytes_per_s
+        hops = ranks // machine.nodes + machine.nodes - 2
+        return max(axes) + hops * machine.hop_seconds + machine.op_seconds
     speed: float = getattr(machine, speed_of(op))
     assert speed > 0, op.lane
     return op.bytes / speed + machine.op_seconds
 
 
+_COMPUTES = (Verb.FORWARD, Verb.BACKWARD, Verb.COLLECT)
+"""What the user's thread does itself: of `OF_USER` the rest is launched only."""
+
+_PCIE = Lane.COMM, Lane.H2D, Lane.D2H
+
+
 class _Task(Task):
     """One op in one step, and when it runs."""
 
-    __slots__ = ("phase", "seconds", "start", "step")
+    __slots__ = ("left", "pace", "phase", "seconds", "since", "start", "step", "stop")
 
     phase: str
     step: int
     seconds: float
+    """That it takes alone."""
     start: float
+    left: float
+    """Of `seconds`, at the time `since`, from when on it goes at a `pace`, up to `stop`."""
+    since: float
+    pace: float
+    stop: float
 
 
 _Piece = list[tuple[Op, float]]
@@ -141,7 +162,7 @@ class _Simulation:
         order = program.plan.profile.forward
         self._forward_next = compute_phase(program.plan, "forward", order, in_slots)
         """The forward of a later micro-batch: it finds some weights in their slots."""
-        self._compute = seconds
+        self._compute, self._ranks = seconds, program.plan.profile.sharding.ranks
         self._templates: dict[int, tuple[list[object], list[object], list[_Piece]]] = {}
         self._board: Scoreboard[Task] = Scoreboard(settled=lambda task: task.over)
         self._schedule = Schedule()
@@ -166,7 +187,8 @@ class _Simulation:
             resumes = False
             while self._events and self._events[0][0] == self._now:
                 task = heapq.heappop(self._events)[2]
-                resumes |= task is None or self._finish(task)
+                if task is None or task.stop == self._now:  # Else its pace has changed.
+                    resumes |= task is None or self._finish(task)
             if resumes:
                 self._advance(user)
             self._dispatch()
@@ -192,7 +214,7 @@ class _Simulation:
                 ahead = phases["forward"] if batch == 0 else self._forward_next
                 for phase in (ahead, phases[backward]):
                     name = phase.name
-                    left = Counter(op.value.unit for op in phase.ops if op.verb in OF_USER)
+                    left = Counter(op.value.unit for op in phase.ops if op.verb in _COMPUTES)
                     is_last = name == backward and batch == micro_batches - 1
                     queued = self._issue(last_ops if is_last else phase.ops, name, step, number)
                     for task in (task for task in queued if task.of_user):
@@ -246,6 +268,7 @@ class _Simulation:
                     self._serial += 1
                     task = _Task(one, (number, op.deadline), self._serial)
                     task.phase, task.step, task.seconds = phase, step, seconds
+                    task.of_user = one.verb in _COMPUTES
                     self._schedule.add(task, last)
                     tasks.append(task)
                     last = [task]
@@ -272,9 +295,9 @@ class _Simulation:
             op = replace(op, bytes=op.bytes * (at + 1) // count - op.bytes * at // count)
         if op.verb is Verb.COLLECT:
             return op, 0.0  # A part of the backward that makes the gradient, and no span.
-        if op.verb in OF_USER:
+        if op.verb in _COMPUTES:
             return op, self._compute(op.value.unit, op.verb)
-        return op, seconds_of(op, self._machine)
+        return op, seconds_of(op, self._machine, self._ranks)
 
     def _moves(self, part: Op) -> bool:
         """Whether a part of an op is a move on this machine: a host reaches all memory."""
@@ -308,8 +331,38 @@ class _Simulation:
         """Run a task from now on; on a CPU device the user's thread is beside the compute lane."""
         beside = task.of_user and self._machine.device_is_cpu
         self._running["user" if beside else task.op.lane] = task
-        task.start = self._now
-        heapq.heappush(self._events, (self._now + task.seconds, task.serial, task))
+        task.start, task.left = self._now, task.seconds
+        self._go_on(task, 1.0)
+        self._share(task)
+
+    def _go_on(self, task: _Task, pace: float) -> None:
+        """Do what is left of a task at a pace; 1 is that of a task alone."""
+        task.since, task.pace, task.stop = self._now, pace, self._now + task.left / pace
+        heapq.heappush(self._events, (task.stop, task.serial, task))
+
+    def _share(self, changed: _Task) -> None:
+        """Share PCIe between a collective and copies, of which one has begun or ended."""
+        machine, capacity = self._machine, self._machine.pcie_bytes_per_s
+        if not capacity or machine.nodes == 1 or changed.op.lane not in _PCIE:
+            return
+        tasks = {lane: self._running[lane] for lane in _PCIE if lane in self._running}
+        paces = dict.fromkeys(tasks, 1.0)
+        for copy in [lane for lane in tasks if Lane.COMM in tasks and lane is not Lane.COMM]:
+            both = [self._crosses(tasks[lane]) / capacity for lane in (Lane.COMM, copy)]
+            pace, paces[copy] = _paces(*both)
+            paces[Lane.COMM] = min(paces[Lane.COMM], pace)
+        for lane, task in tasks.items():
+            if paces[lane] != task.pace:
+                task.left = max(0.0, task.left - (self._now - task.since) * task.pace)
+                self._go_on(task, paces[lane])
+
+    def _crosses(self, task: _Task) -> float:
+        """Bytes a second that a task alone has cross PCIe, in each direction."""
+        size: float = task.op.bytes
+        if task.op.lane is Lane.COMM:
+            sums = task.op.verb is Verb.EXCHANGE
+            size = self._machine.axes(task.op.bytes, self._ranks, sums=sums)[1]
+        return size / task.seconds if task.seconds else 0.0
 
     def _unblock(self) -> None:
         self._blocked_on = None
@@ -318,14 +371,25 @@ class _Simulation:
     def _finish(self, task: _Task) -> bool:
         """End an op. Returns whether that resumes the user's thread."""
         self._schedule.finish(task)
+        task.stop = -1.0  # It ends once, whatever ends are still in the list.
         self._running = {by: one for by, one in self._running.items() if one is not task}
         if task.op.verb is not Verb.COLLECT:
             span = Span(task.op.lane, task.op, task.phase, task.step, task.start, self._now)
             self._spans.append(span)
+        self._share(task)
         if task is self._blocked_on:
             self._unblock()
             return True
         return task.of_user
+
+
+def _paces(one: float, other: float) -> tuple[float, float]:
+    """The paces of two that want such parts of what they share, fairly: none waits for less than
+    half of it."""
+    if one + other <= 1:
+        return 1.0, 1.0
+    mine = min(one, max(0.5, 1 - other))
+    return mine / one, min(1.0, (1 - mine) / other)
 
 
 def _unfinished(tasks: Sequence[_Task]) -> Iterator[_Task]:

@@ -1,0 +1,121 @@
+"""Predict a step in its steady state: how long, what each lane does, and what bounds it. Pure.
+
+[Note: Alike micro-batches]
+From the second on, micro-batches are alike. So at most a few are simulated, and what one more takes
+is added for each of the rest: a step of a thousand micro-batches costs no more than one of three.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from offload.planning.machine import Machine
+from offload.program.ops import Lane, Program, Verb
+from offload.program.simulate import ComputeSeconds, simulate, speeds_of
+
+STEPS = 2
+"""That are simulated: the second is as all that follow, since each waits for the one before."""
+
+MICRO_BATCHES = 3
+"""That are simulated at most, see [Note: Alike micro-batches]."""
+
+MODEL = "model"
+"""The user's forward and backward, beside the lanes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """A step in its steady state."""
+
+    step_seconds: float
+    exposed_seconds: float
+    """In which the user's thread is blocked."""
+    busy: Mapping[str, float]
+    """Seconds of work by lane; `MODEL` is the user's."""
+    moved: Mapping[str, int]
+    """Bytes by lane; on cpu and compute, of operands."""
+    faster: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of the step by the lane that is twice as fast."""
+
+    @property
+    def bound_by(self) -> str:
+        """The lane that saves most where it is twice as fast, if that is known; or the busiest."""
+        if self.faster:
+            return min(self.faster, key=lambda lane: self.faster[lane])
+        return max(self.busy, key=lambda lane: self.busy[lane])
+
+
+def predict(
+    program: Program,
+    machine: Machine,
+    compute_seconds: ComputeSeconds,
+    *,
+    micro_batches: int = 1,
+    early: bool = True,
+    tries: bool = True,
+) -> Prediction:
+    """Arguments as of `simulate`, of which `early` is `updates_in_backward`; with `tries` each lane
+    that matters is tried twice as fast, too."""
+
+    def found(machine: Machine, share: float = 1.0) -> Prediction:
+        few = min(micro_batches, MICRO_BATCHES)
+        made = [
+            _step(program, machine, lambda u, v: share * compute_seconds(u, v), count, early)
+            for count in ((few,) if few == micro_batches else (few - 1, few))
+        ]
+        return _extended(made, micro_batches - few)
+
+    plain = found(machine)
+    if not tries:
+        return plain
+    faster = dict[str, float]()
+    for name, busy in plain.busy.items():
+        if busy < plain.step_seconds / 10:
+            continue  # It would save less.
+        names = () if name == MODEL else speeds_of(Lane(name))
+        speeds: Any = {one: 2 * getattr(machine, one) for one in names}
+        speeds |= {"pcie_bytes_per_s": 2 * machine.pcie_bytes_per_s} if name == "comm" else {}
+        other = found(replace(machine, **speeds), 0.5 if name == MODEL else 1.0)
+        faster[name] = other.step_seconds
+    return replace(plain, faster=faster)
+
+
+def _step(
+    program: Program,
+    machine: Machine,
+    compute_seconds: ComputeSeconds,
+    micro_batches: int,
+    early: bool,
+) -> Prediction:
+    """The last of a few simulated steps."""
+    timeline = simulate(
+        program,
+        machine,
+        compute_seconds,
+        steps=STEPS,
+        micro_batches=micro_batches,
+        updates_in_backward=early,
+    )
+    since, until = timeline.steps[-2:]
+    busy, moved = dict[str, float](), dict[str, int]()
+    for span in timeline.spans:
+        user = span.op.verb in (Verb.FORWARD, Verb.BACKWARD)
+        name = MODEL if user else span.lane.value
+        inside = min(span.stop, until) - max(span.start, since)
+        busy[name] = busy.get(name, 0.0) + max(0.0, inside)
+        if span.step == STEPS - 2:
+            moved[name] = moved.get(name, 0) + span.op.bytes
+    return Prediction(timeline.step_seconds, timeline.exposed, busy, moved)
+
+
+def _extended(made: list[Prediction], more: int) -> Prediction:
+    """The last, with so many more micro-batches, each of which is what it has before the first."""
+    last, first = made[-1], made[0]
+    return Prediction(
+        last.step_seconds + more * (last.step_seconds - first.step_seconds),
+        last.exposed_seconds + more * (last.exposed_seconds - first.exposed_seconds),
+        {n: v + more * (v - first.busy.get(n, 0.0)) for n, v in last.busy.items()},
+        {n: v + more * (v - first.moved.get(n, 0)) for n, v in last.moved.items()},
+    )
