@@ -15,6 +15,7 @@ from typing import Any
 
 COMMANDS = {
     "train": "train a small GPT on real text, its state in any tier",
+    "plan": "what would live where on machines not at hand, and how long a step is",
     "bench": "measure what this machine gives: adam, nvme",
     "doctor": "what this machine has and what is missing, one fix per line",
     "report": "where the time of a run went, and what would help most",

@@ -26,6 +26,7 @@ takes seconds to make; anew after an update:
 
 _OPTIONS = {
     "train": ("options", "Train"),
+    "plan": ("plan", "Plan"),
     "doctor": ("doctor", "Doctor"),
     "report": ("report", "Report"),
     "inspect": ("inspect", "Inspect"),

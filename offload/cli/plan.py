@@ -1,0 +1,334 @@
+"""`offload plan`: what would live where on machines not at hand, and how long a step would take."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import product
+from typing import Annotated, Any, Literal
+
+import tyro
+from rich.table import Table
+from tyro.conf import Suppress
+
+from offload.cli import bad_input, display
+from offload.cli.console import Output
+from offload.cli.flags import check_field, parse_flags
+from offload.cli.options import registry
+from offload.config import Config
+from offload.planning.cluster import Cluster, cluster_of
+from offload.planning.layout import Placement, lay_out
+from offload.planning.layout import Plan as Layout
+from offload.planning.machine import Machine
+from offload.planning.planner import BudgetError, Grain, budgets_of, plan_cut
+from offload.planning.profile import ALONE, KINDS, Sharding, StateChoice
+from offload.planning.tiers import TIERS, format_bytes
+from offload.planning.transformer import PARTS, Transformer
+from offload.program.compile import compile_program
+from offload.program.ops import Verb
+from offload.program.predict import Prediction, predict
+
+DEVICE_SHARE = 0.9
+"""Of a device's memory, with activations; the rest is torch's and the driver's."""
+
+CAPTION = """\
+model: forward and backward; compute: updates and sums of ranks on the device
+comm: collectives; h2d, d2h: copies; cpu: updates in CPU memory; disk: drives
+share: of the step in which it works; x2: the step if it were twice as fast"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placing(Config):
+    """The engine's own settings, as far as they decide a plan."""
+
+    micro_batches: int | None = 1
+    """Micro-batches (--batch sequences each) of a GPU in a step. Updates begin in the last one."""
+
+    nvme_path: Suppress[tuple[str, ...]] = ("NVME",)
+    exposed_memory: Suppress[int | str | None] = None
+    reduce: Suppress[Literal["mean", "sum"]] = "mean"
+    comm_timeout: Suppress[float] = 300.0
+    durable: Suppress[str | None] = None
+    commit_every: Suppress[int | None] = None
+    resume: Suppress[bool] = True
+    trace: Suppress[bool] = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """Where the values of a GPT would live on machines that need not be there, how long its step
+    would take, and what would bound it: from data sheets and two constants a machine.
+
+    Raises:
+        ValueError: a field holds what it cannot mean; the message names the flag.
+    """
+
+    model: Annotated[str, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = "7b"
+    """1b, 7b, 13b, 30b, 70b, 175b, 530b, 1t, 2t, 10t, 20t, or layers x width as 96x12288."""
+
+    machine: Annotated[str, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = "workstation"
+    """dgx-h100, dgx-a100, dgx2-v100, workstation, or a file of JSON: the fields that --json shows
+    under machine; "like" in it names one of these, for fields that it leaves out."""
+
+    nodes: int = 1
+    """Machines, all alike."""
+
+    gpus: int | None = None
+    """GPUs of each that train, a rank each. Default: all."""
+
+    batch: int = 1
+    """Sequences that go through the model on a GPU at once (a micro-batch)."""
+
+    seq_len: int = 2048
+    """Tokens of a sequence."""
+
+    recompute: bool = True
+    """Compute each block a second time in backward, so that its activations take no memory."""
+
+    parts: Literal["auto", 1, 2, 4] = "auto"
+    """Units of a block. 1: an entry of the model's list of blocks. 2: attention and feed-forward
+    are entries. 4: each matrix is. The device holds up to six units; auto: as few as fit."""
+
+    exchange: Literal["levels", "flat"] = "levels"
+    """Between nodes. levels: a node sums the gradients of its ranks first. flat: each rank sends
+    its own, which is what the engine does so far."""
+
+    json: bool = False
+    """One JSON object on standard output, nothing else there."""
+
+    placing: Annotated[Placing, tyro.conf.arg(name="")] = Placing()
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "batch", "seq_len"):
+            check_field(self, name, getattr(self, name) >= 1, "1 or more")
+        check_field(self, "gpus", self.gpus is None or self.gpus >= 1, "1 or more")
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What is asked, and what comes of it."""
+
+    asked: Plan
+    cluster: Cluster
+    model: Transformer
+    layout: Layout
+    step: Prediction
+
+    @property
+    def ranks(self) -> int:
+        """In all."""
+        return self.layout.profile.sharding.ranks
+
+    @property
+    def shard(self) -> int | None:
+        """As `Config.shard`; None with one rank."""
+        return (2 if self.layout.profile.sharding.keeps else 3) if self.ranks > 1 else None
+
+    @property
+    def tokens(self) -> int:
+        """Of a rank in a step."""
+        asked = self.asked
+        return (asked.placing.micro_batches or 1) * asked.batch * asked.seq_len
+
+    @property
+    def tflops(self) -> float:
+        """Of a GPU, what is recomputed counted."""
+        done = self.model.flops(self.tokens, self.asked.seq_len)
+        return done / self.step.step_seconds / 1e12
+
+
+def command(arguments: Sequence[str]) -> None:
+    """Shows a plan.
+
+    Raises:
+        BadInput: the arguments, or the model fits no such machines.
+    """
+    asked = parse_flags(Plan, "offload plan", arguments, registry())
+    with bad_input():
+        found = estimated(asked)
+    if asked.json:
+        sys.stdout.write(json.dumps(as_json(found)) + "\n")
+    else:
+        show(Output(), found)
+
+
+def estimated(asked: Plan) -> Estimate:
+    """The plan of one rank, as all are alike, and its step.
+
+    Raises:
+        OSError: the machine's file cannot be read.
+        ValueError: there is no such model or machine, or it does not fit.
+    """
+    cluster = cluster_of(asked.machine)
+    here = asked.gpus or cluster.gpus
+    if here > cluster.gpus:
+        raise ValueError(f"--gpus {here}: {asked.machine} has {cluster.gpus}")
+    machine = cluster.machine(asked.nodes, here, 2 if asked.exchange == "levels" else here)
+    model, layout = _fitting(asked, machine, here * asked.nodes)
+    flops = cluster.gpu_flops_per_s * cluster.compute_share
+    tokens, last = asked.batch * asked.seq_len, len(layout.profile.units) - 1
+
+    def compute_seconds(unit: int, verb: Verb) -> float:
+        times = 1 if verb is Verb.FORWARD else 2 + (model.recompute and 0 < unit < last)
+        return times * model.forward_flops(unit, tokens, asked.seq_len) / flops
+
+    count = asked.placing.micro_batches
+    program = compile_program(layout)
+    step = predict(program, machine, compute_seconds, micro_batches=count or 1, early=bool(count))
+    return Estimate(asked, cluster, model, layout, step)
+
+
+def _fitting(asked: Plan, machine: Machine, ranks: int) -> tuple[Transformer, Layout]:
+    """The first way to cut the model that fits: with whole weights kept, and then in few units.
+
+    Raises:
+        ValueError: none does.
+    """
+    whole = replace(Transformer.named(asked.model), recompute=asked.recompute)
+    config, activations = asked.placing, whole.activation_bytes(asked.batch * asked.seq_len)
+    if config.device_memory is None:
+        left = int(machine.device_bytes * DEVICE_SHARE) - activations
+        if left <= 0:
+            raise ValueError(
+                f"activations take about {format_bytes(activations)} of a GPU with "
+                f"{format_bytes(machine.device_bytes)}: give a smaller --batch or --seq-len"
+                + ("" if asked.recompute else ", or leave --no-recompute out")
+            )
+        config = replace(config, device_memory=left)
+    if not machine.nvme_bytes and "nvme" not in (config.params, config.gradients, config.optimizer):
+        config = replace(config, nvme_path=())
+    keeps = {"auto": (True, False), 2: (True,), 3: (False,)}[config.shard]
+    ways = [Sharding(0, ranks, keep) for keep in keeps] if ranks > 1 else [ALONE]
+    told: ValueError | None = None
+    for sharding, parts in product(ways, PARTS if asked.parts == "auto" else (asked.parts,)):
+        model = replace(whole, parts=parts)
+        dtype = {"param": "param", "fp32": "float32"}[config.gradient_dtype]
+        cut = partial(model.profile, sharding=sharding, gradient_dtype=dtype)
+        if lack := _lacks(model, sharding, config, machine, asked):
+            told = ValueError(lack)
+            continue
+        try:
+            return model, plan_cut(cut, config, machine)
+        except BudgetError as error:
+            told = error
+    assert told is not None
+    raise told
+
+
+def _lacks(
+    model: Transformer, sharding: Sharding, config: Config, machine: Machine, asked: Plan
+) -> str:
+    """What a rank surely lacks, and the least that would do; empty if nothing.
+
+    The planner finds that, too, and more. It looks at all layers, which takes longer than at three.
+    """
+    budgets, states = budgets_of(config, machine), StateChoice("adam", config.states, True)
+    few = replace(model, layers=3).profile(Grain(), replace(sharding, keeps=False))
+    homes = [Placement("cpu", "cpu", "cpu")] * len(few.units)
+    least = lay_out(few, homes, budgets=budgets, clips=False, states=states, weight_slots=1)
+    slots = least.taken_bytes("device") + (2 * model.parameters if sharding.keeps else 0)
+    if slots > budgets["device"]:
+        size = format_bytes(slots, up=True)
+        ways = {
+            f"--device-memory {size.replace(' ', '')} and fewer tokens at once": slots
+            <= machine.device_bytes,
+            f"--parts {PARTS[-1]}": asked.parts not in ("auto", PARTS[-1]),
+            "--shard 3": config.shard == 2,
+        }
+        tried = [way for way, may in ways.items() if may] or ["a narrower model"]
+        return (
+            f"{asked.model} does not fit a GPU of {asked.machine}: the slots of whole units take "
+            f"{size}, and their budget is {format_bytes(budgets['device'])}; try "
+            + " or ".join(tried)
+        )
+    sizes = [sum(least.sizes.value[kind][unit] for kind in KINDS) for unit in range(len(few.units))]
+    needed = sizes[0] + sizes[-1] + sum(sizes[1:-1]) * model.layers // 3
+    room = sum(budgets.values()) - slots
+    if needed <= room:
+        return ""
+    nodes = math.ceil(asked.nodes * needed / room)
+    return (
+        f"{asked.model} does not fit {asked.nodes} x {asked.machine}: values take "
+        f"{format_bytes(needed, up=True)} of a rank, and its budgets are "
+        + ", ".join(f"{format_bytes(budgets[tier])} on {tier}" for tier in TIERS)
+        + (f"; about --nodes {nodes} would do" if sharding.ranks > 1 else "; give it more")
+        + (", or --states compact, half of them" if config.states == "exact" else "")
+    )
+
+
+def show(console: Output, found: Estimate) -> None:
+    """The plan for people."""
+    asked, step, count = found.asked, found.step, found.asked.placing.micro_batches or 1
+    console.sentence(
+        f"{found.model.parameters / 1e9:,.1f} billion parameters, {found.model.layers} blocks of "
+        f"width {found.model.hidden}\non {asked.nodes} x {asked.machine}, {found.ranks} GPUs; a "
+        f"GPU has {count} x {asked.batch} x {asked.seq_len} tokens a step"
+    )
+    console.print(display.homes(found.layout.rows(), found.layout.tiers(), device_is_cpu=False))
+    table = Table(title="Lanes", title_justify="left")
+    table.add_column("lane")
+    for name in ("busy", "share", "moved", "x2"):
+        table.add_column(name, justify="right")
+    for lane, busy in sorted(step.busy.items(), key=lambda one: -one[1]):
+        table.add_row(
+            lane,
+            _seconds(busy),
+            f"{busy / step.step_seconds:.0%}",
+            format_bytes(step.moved[lane]) if step.moved[lane] else "-",
+            _seconds(step.faster[lane]) if lane in step.faster else "-",
+        )
+    console.print(table)
+    console.sentence(CAPTION, style="dim")
+    everyone = found.tokens * found.ranks / step.step_seconds
+    console.sentence(
+        f"a step takes {_seconds(step.step_seconds)}: {found.tflops:.0f} TFLOPS a GPU, "
+        f"{found.tflops * 1e12 / found.cluster.gpu_flops_per_s:.0%} of its peak, "
+        f"{everyone:,.0f} tokens a second"
+    )
+    console.sentence(f"it is bound by {step.bound_by}", style="bold")
+    console.notes(list(_notes(found)))
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:,.0f} s" if seconds >= 100 else f"{seconds:.3g} s"
+
+
+def _notes(found: Estimate) -> Iterator[str]:
+    """What else there is to know."""
+    asked, cluster = found.asked, found.cluster
+    yield (
+        f"{asked.machine}: {cluster.compute_share:.1%} of the peak and {cluster.nic_share:.1%} of "
+        f"the NICs count. {cluster.source}"
+    )
+    if found.shard:
+        kept = {2: "kept on each device until the update", 3: "for each use"}[found.shard]
+        yield f"--shard {found.shard}: whole weights are gathered, {kept}"
+    if found.model.parts > 1:
+        yield (
+            f"--parts {found.model.parts}: so many units of a block, which are entries of a list "
+            "in the model then"
+        )
+    if asked.nodes > 1 and asked.exchange == "levels":
+        yield "so far the engine sends gradients as --exchange flat has it"
+
+
+def as_json(found: Estimate) -> dict[str, Any]:
+    """The plan for programs."""
+    return {
+        "kind": "plan",
+        "nodes": found.asked.nodes,
+        "ranks": found.ranks,
+        "shard": found.shard,
+        "tokens_per_step": found.tokens * found.ranks,
+        "tflops_per_gpu": found.tflops,
+        "bound_by": found.step.bound_by,
+        **asdict(found.step),
+        "values": [asdict(row) for row in found.layout.rows()],
+        "tiers": [asdict(use) for use in found.layout.tiers()],
+        "model": {**asdict(found.model), "parameters": found.model.parameters},
+        "machine": asdict(found.cluster),
+    }
