@@ -44,7 +44,12 @@ from offload.program.ops import Use, Value, Verb
 from offload.runtime.entry import EngineError
 from offload.runtime.runner import Runner, Task
 
-_ALONE: Any = torch.Tensor.detach, torch.Tensor.data.__get__, torch.zeros_like, torch.empty_like  # type: ignore[attr-defined]
+_ALONE: Any = (
+    torch.Tensor.detach,
+    torch.Tensor.data.__get__,  # type: ignore[attr-defined]
+    torch.zeros_like,
+    torch.empty_like,
+)
 """What gives a shard of a parameter, and needs no other rank."""
 
 
