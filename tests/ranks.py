@@ -180,6 +180,8 @@ class Model(nn.Module):
         if kind == "adapter":
             self.requires_grad_(False)
             self.extra = nn.Linear(width, width)
+        if kind == "experts":
+            self.experts = nn.ModuleList(Block(width) for _ in range(3))
         if kind == "scalar":
             self.gain = nn.Parameter(torch.ones(()))
 
@@ -196,12 +198,26 @@ class Model(nn.Module):
                 x = block(x)
         if self.kind == "adapter":
             x = x + self.extra(x)
+        if self.kind == "experts":  # Which depends on the data, and so on the rank.
+            for one in sorted({int(token) % 3 for token in tokens[:, 0]}):
+                x = x + self.experts[one](x)
         if self.kind == "scalar":
             x = x * self.gain
         return self.head(x)
 
 
-KINDS = ("plain", "tied", "frozen", "adapter", "scalar", "checkpointed", "twice", "unused")
+KINDS = (
+    "plain",
+    "tied",
+    "frozen",
+    "adapter",
+    "scalar",
+    "checkpointed",
+    "twice",
+    "unused",
+    "experts",
+    "generates",
+)
 
 
 @dataclass(frozen=True)

@@ -258,9 +258,9 @@ class Group:
             return found
         missing = self._missing() or "another rank"
         return EngineError(
-            f"{missing} is gone after step {self.step}, as a collective of the offload engine "
-            "failed: likely its process was killed or has ended; end the job, and go on from the "
-            f"last checkpoint ({error})"
+            f"{missing} is gone after step {self.step}, as a collective of the offload engine on "
+            f"{socket.gethostname()} failed: likely its process was killed, has raised or has "
+            f"ended, and its own output says why; go on from the last checkpoint"
         )
 
     def _missing(self) -> str:
