@@ -1,17 +1,17 @@
 """A small GPT over several ranks, under torchrun; the loop is that of one process.
 
-    torchrun --nproc-per-node 2 examples/ranks.py
+    torchrun --nproc-per-node 2 examples/ranks.py [DIRECTORY]
 
-Only what is of torch.distributed itself is new: the process group, and data that differs by rank.
+Only what is of torch.distributed itself is new: the process group, and data that differs by rank. A
+directory is where the trained model is saved.
 """
 
 import os
-import tempfile
+import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
 
@@ -72,11 +72,6 @@ for step in range(STEPS):
     if rank == 0 and step % 10 == 9:
         print(f"step {step + 1}: loss {loss.item():.3f}, norm {optimizer.grad_norm():.3f}")
 
-# Each rank writes its own part, and any number of ranks can load it.
-shared = [tempfile.mkdtemp() if rank == 0 else None]
-dist.broadcast_object_list(shared)
-state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-dcp.save(state, checkpoint_id=shared[0])
-if rank == 0:
-    print(f"saved in {shared[0]}")
+if len(sys.argv) > 1:  # All ranks call it; any number of ranks, or one, can load it.
+    offload.save(model, optimizer, sys.argv[1])
 dist.destroy_process_group()

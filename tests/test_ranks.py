@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -235,3 +236,15 @@ def test_train_is_one_process(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> N
 def test_bytes_sent_are_those_of_the_formula(two: World, shard: int) -> None:
     for found, planned, formula in two.run("sent", How(config={"shard": shard})):
         assert found == planned == formula > 0
+
+
+@pytest.mark.slow
+def test_the_example_runs_and_its_save_is_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = Path(__file__).parents[1] / "examples/ranks.py"
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run([*launch, script, tmp_path / "saved"], check=True, env=environment)
+    assert command.run("inspect", str(tmp_path / "saved")) == 0
+    assert "whole" in capsys.readouterr().out
