@@ -158,15 +158,16 @@ class Group:
         """A tensor of each rank, all of one shape; waits."""
         flat = part.contiguous().view(-1).view(torch.uint8).cpu()
         into = torch.empty(self.ranks * flat.numel(), dtype=torch.uint8)
-        self.wait(self._begun(_all_gather, into, flat, self._talk))
+        self.wait(self._begun(_all_gather, into, flat, self._talk), on_host=True)
         rows = into.to(part.device).chunk(self.ranks)
         return [row.view(part.dtype).view(part.shape) for row in rows]
 
     def spread(self, tensor: torch.Tensor, source: int) -> None:
         """Give all ranks the values that one of them has."""
+        on = self._talk if tensor.is_cpu else self._group
         with self._failing(), torch.no_grad():
-            work = dist.broadcast(tensor, group=self._group, group_src=source, async_op=True)
-        self.wait(work)
+            work = dist.broadcast(tensor, group=on, group_src=source, async_op=True)
+        self.wait(work, on_host=tensor.is_cpu)
 
     def tell(self, message: Message) -> list[Message]:
         """Say something and hear what each rank says."""
@@ -175,7 +176,7 @@ class Group:
             words.append(members & (1 << WORD_BITS) - 1)
             members >>= WORD_BITS
         self._said.copy_(torch.tensor(words, dtype=torch.int64))
-        self.wait(self._begun(_all_gather, self._heard, self._said, self._talk))
+        self.wait(self._begun(_all_gather, self._heard, self._said, self._talk), on_host=True)
         return [self._message(row) for row in self._heard.view(self.ranks, -1).tolist()]
 
     def tell_objects(self, said: object) -> list[Any]:
@@ -198,13 +199,13 @@ class Group:
 
     # -- waits and failures ----------------------------------------------------------------------
 
-    def wait(self, work: Any) -> None:
-        """Block until a collective is over; on a device its stream waits.
+    def wait(self, work: Any, *, on_host: bool = False) -> None:
+        """Block until a collective is over; on a device the stream does, but for those `on_host`.
 
         Raises:
             EngineError: another rank failed, is gone, or takes longer than the timeout.
         """
-        if self._device.is_host and not work.is_completed():
+        if (on_host or self._device.is_host) and not work.is_completed():
             done, since = threading.Event(), time.monotonic()
             work.get_future().add_done_callback(lambda _: done.set())
             with interruptible(), self._failing():
