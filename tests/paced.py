@@ -208,9 +208,11 @@ class Paced(Device):
                 self._adopt(tensor, None)
         there = _mapped(self._as_of_now, (args, kwargs))
         results, made = (None, []) if kind.returns else self._allocate(func, there)
-        random = torch.get_rng_state() if kind.is_random else None
-        if random is not None:
-            _outputs(func, there)  # The generator is where it will be.
+        random = None
+        if kind.is_random:
+            with _generator:
+                random = torch.get_rng_state()
+                _outputs(func, there)  # The generator is where it will be.
         run = functools.partial(_compute, func, *there, made, random)
         lets_go = _argument((2, "non_blocking"), args, kwargs)
         blocks = is_copy and len(on_device) == 1 and not lets_go
@@ -326,6 +328,10 @@ class _Face(NamedTuple):
 
 _known: dict[Any, Any] = {}
 
+_generator = threading.RLock()
+"""Held around each use of torch's generator: a lane that waits lets the clock run on its thread,
+and there the device may come to a random operation while the host draws."""
+
 
 def _outputs(func: Any, there: Any) -> Any:
     """What an operation returns, faces for tensors: found once, with zeros for inputs."""
@@ -333,7 +339,7 @@ def _outputs(func: Any, there: Any) -> Any:
     key = (func, repr(_mapped(type, faces, float)))  # No shape depends on a fraction.
     if key not in _known or torch.Tag.nondeterministic_seeded in func.tags:
         args, kwargs = _mapped(_zeros, faces, _Face)
-        with torch.no_grad():
+        with torch.no_grad(), _generator:
             _known[key] = _mapped(_Face.of, func(*args, **kwargs))
     return _known[key]
 
@@ -348,12 +354,14 @@ def _zeros(face: _Face) -> torch.Tensor:
 def _compute(func: Any, args: Any, kwargs: Any, made: Sequence[torch.Tensor], random: Any) -> None:
     """What the device does when it comes to it."""
     with _disable_current_modes(), torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
-        before = torch.get_rng_state() if random is not None else None
-        if random is not None:
-            torch.set_rng_state(random)
-        results = func(*args, **kwargs)
-        if before is not None:
-            torch.set_rng_state(before)
+        if random is None:
+            results = func(*args, **kwargs)
+        else:
+            with _generator:
+                before = torch.get_rng_state()
+                torch.set_rng_state(random)
+                results = func(*args, **kwargs)
+                torch.set_rng_state(before)
         for into, output in zip(made, _tensors(results)):
             into.data.copy_(output)
 
