@@ -307,6 +307,8 @@ class _Attaching:
 
     def attach(self, pace: Pace | None) -> tuple[nn.Module, Optimizer | None]:
         """Take the memory and the file, move everything, hook the model."""
+        if self.group is not None:
+            self.group.require_alike(self.model, self.plan, self.config)
         taken = partial(self._take, pace)
         alone = self.group is None
         runner = taken() if alone else self.group.all_or_none(taken, methodcaller("close"))
@@ -426,7 +428,7 @@ class _Attaching:
         shard = self.plan.profile.units[unit.index]
         parts = [buffer[one] for one in self.plan.profile.own_weights(unit.index)]
         mine = torch.cat(parts) if parts[1:] else parts[0]
-        if self.group is not None:
+        if self.group is not None and new:
             self.group.saw(buffer)
         for piece, (offset, size) in enumerate(shard.weight_chunks):
             runner.write_home(Value("weight", unit.index, piece), mine[offset : offset + size])
@@ -533,8 +535,8 @@ class _Attaching:
     def _restore(self, unit: FlatUnit, runner: Runner) -> None:
         """Give the parameters of a unit their values back, on the device that they came from."""
         on = self._devices.get(unit.parameters[0], runner.device.torch_device)
-        buffer = torch.zeros(unit.spec.weight_bytes, dtype=torch.uint8, device=on)
-        if self.group is None:
+        buffer = torch.full((unit.spec.weight_bytes,), 0xFF, dtype=torch.uint8, device=on)
+        if self.group is None:  # Else the values are on all ranks, and what is here is NaN.
             runner.read_weights(unit.index, buffer)
         for parameter, view in zip(unit.parameters, unit.views_of(buffer).views):
             make_plain(parameter, view)

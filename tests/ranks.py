@@ -11,6 +11,7 @@ import sys
 import time
 import traceback
 import types
+import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 import offload
+from cpu_adam import crc32c
 from offload.parallel import local
 from offload.parallel.flat_shard import FlatShard
 
@@ -300,6 +302,15 @@ def values_of(model: nn.Module, optimizer: Any) -> dict[str, tuple[int, torch.Te
         here, values = local(value) if isinstance(value, FlatShard) else (range(1), value.view(-1))
         kept[name] = here.start, values.clone()
     return kept
+
+
+def digest(values: dict[str, tuple[int, torch.Tensor]]) -> int:
+    """What tells other values from these: thousands of tensors are more than a pipe takes."""
+    found = 0
+    for name in sorted(values):
+        start, value = values[name]
+        found = crc32c(_bits(value), zlib.crc32(f"{name} {start}".encode(), found))
+    return found
 
 
 def joined(found: list[Trained]) -> dict[str, torch.Tensor]:

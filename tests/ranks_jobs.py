@@ -25,7 +25,7 @@ import offload
 from offload.checkpoint import shards
 from offload.program.compile import compile_program
 from offload.program.ops import Lane, Verb
-from tests.ranks import MEMORY, How, Model, Trained, values_of
+from tests.ranks import MEMORY, How, Model, Trained, digest, values_of
 
 
 def train(rank: int, ranks: int, how: How) -> Trained:
@@ -265,7 +265,7 @@ def refused(rank: int, ranks: int, how: How) -> list[str]:
     return [str(error.value)]
 
 
-def late(rank: int, ranks: int, how: How, seeds: int) -> list[dict[str, Any]]:
+def late(rank: int, ranks: int, how: How, seeds: int) -> list[int]:
     """What is left of runs in which collectives happen when they are waited for, or at once."""
     found = []
     for seed in range(seeds):
@@ -274,7 +274,7 @@ def late(rank: int, ranks: int, how: How, seeds: int) -> list[dict[str, Any]]:
         for name in ("gather", "exchange"):
             setattr(group, name, partial(_begin_late, chance, getattr(group, name)))
         _steps(model, optimizer, how, rank, ranks, [0, 1, 2])
-        found.append(values_of(model, optimizer))
+        found.append(digest(values_of(model, optimizer)))
         offload.engine_of(model).close()
     return found
 
@@ -300,7 +300,7 @@ class Late:
         """It is over."""
 
 
-def delayed(rank: int, ranks: int, how: How, seeds: int) -> list[dict[str, Any]]:
+def delayed(rank: int, ranks: int, how: How, seeds: int) -> list[int]:
     """What is left of runs in which each rank dawdles at other places."""
     found = []
     for seed in range(seeds):
@@ -309,7 +309,7 @@ def delayed(rank: int, ranks: int, how: How, seeds: int) -> list[dict[str, Any]]
         for name in ("gather", "exchange", "tell"):
             setattr(group, name, partial(_dawdle, chance, getattr(group, name)))
         _steps(model, optimizer, how, rank, ranks, [0, 1, 2])
-        found.append(values_of(model, optimizer))
+        found.append(digest(values_of(model, optimizer)))
         offload.engine_of(model).close()
     return found
 
@@ -401,3 +401,17 @@ def train_by_fsdp(rank: int, ranks: int, how: How) -> dict[str, torch.Tensor]:
         optimizer.step()
         optimizer.zero_grad()
     return {name: value.full_tensor().detach() for name, value in model.state_dict().items()}
+
+
+def kept(rank: int, ranks: int, how: How) -> str:
+    """What an attach says that is refused on all ranks, and leaves the model as it was."""
+    torch.manual_seed(rank)
+    model = Model().to(how.dtype)
+    before = [one.detach().clone() for one in model.parameters()]
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(ValueError) as error:
+        offload.attach(model, optimizer, offload.Config(**MEMORY))
+    for one, wanted in zip(model.parameters(), before, strict=True):
+        assert type(one) is nn.Parameter
+        assert torch.equal(one, wanted)
+    return str(error.value)

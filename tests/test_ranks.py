@@ -19,7 +19,7 @@ import torch
 import offload
 from offload.parallel.flat_shard import boxes
 from tests import command, ranks_jobs
-from tests.ranks import KINDS, MEMORY, Failed, How, World, assert_as_one, joined
+from tests.ranks import KINDS, MEMORY, Failed, How, World, assert_as_one, digest, joined
 
 PLACES = {"params": "cpu", "gradients": "cpu", "optimizer": "cpu"}
 
@@ -195,17 +195,15 @@ def test_one_rank_imports_nothing_of_it() -> None:
 @pytest.mark.parametrize(
     ("job", "seeds"), [("late", 3), pytest.param("delayed", 200, marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("shard", [2, 3])
+@pytest.mark.parametrize("shard", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_when_collectives_happen_changes_no_bit(
     two: World, job: str, seeds: int, shard: int
 ) -> None:
     how = How(micro=2, config={"shard": shard, "max_grad_norm": 0.5})
-    wanted = two.run("train", how)
+    wanted = [digest(one.values) for one in two.run("train", how)]
     for rank, found in enumerate(two.run(job, how, seeds, patience_s=300)):
-        for one in found:
-            for name, (start, value) in wanted[rank].values.items():
-                assert one[name][0] == start
-                assert torch.equal(one[name][1], value), name
+        assert set(found) == {wanted[rank]}
+        assert len(found) == seeds
 
 
 def test_detach_gives_each_rank_all_of_it(two: World) -> None:
@@ -248,3 +246,8 @@ def test_the_example_runs_and_its_save_is_whole(
     subprocess.run([*launch, script, tmp_path / "saved"], check=True, env=environment)
     assert command.run("inspect", str(tmp_path / "saved")) == 0
     assert "whole" in capsys.readouterr().out
+
+
+def test_a_refused_attach_leaves_the_model_as_it_was(two: World) -> None:
+    for text in two.run("kept", How()):
+        assert text.startswith("the ranks attach different models")

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from tests.ranks import Failed, How, Trained, World
+from tests.ranks import Failed, How, Trained, World, digest
 
 pytestmark = pytest.mark.slow
 
@@ -147,12 +147,8 @@ def _missed(whole: World, less: World, how: How) -> bool:
     except TimeoutError:
         return True
     for rank, runs in enumerate(ours[0]):
-        for one in runs:
-            if any(
-                not torch.equal(one[key][1], value)
-                for key, (_, value) in wanted[rank].values.items()
-            ):
-                return True
+        if set(runs) != {digest(wanted[rank].values)}:
+            return True
     return any(
         not torch.equal(ours[1][rank][key][1], value)
         for rank in range(2)

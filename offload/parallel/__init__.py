@@ -109,14 +109,6 @@ def together(
     group: Group, runner: Runner, passes: Passes, snapshots: Snapshots, config: Config
 ) -> tuple[Ranks, SummedGradients]:
     """What the engines of all ranks do together, whose models are seen to be the same."""
-    names = ("states", "gradient_dtype", "max_grad_norm", "reduce", "micro_batches")
-    group.require_alike(
-        (
-            torch.__version__,
-            *(f"{name}={getattr(config, name)!r}" for name in names),
-            runner.plan.profile.sharding.keeps,
-            *runner.plan.profile.full,
-        )
-    )
+    group.require_alike_values()
     ranks = Ranks(group, runner, passes, snapshots)
     return ranks, SummedGradients(runner, passes, snapshots, ranks, config.reduce)

@@ -24,8 +24,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from cpu_adam.checksum import crc32c
+from offload.config import Config
+from offload.planning.layout import Plan
 from offload.planning.machine import Machine
 from offload.runtime.device import Device
 from offload.runtime.entry import EngineError, interruptible
@@ -122,24 +125,41 @@ class Group:
         return made[0]
 
     def saw(self, weights: torch.Tensor) -> None:
-        """These are the weights of a full unit, the next in order."""
-        self._seen = crc32c(weights.cpu(), self._seen)
+        """These are values of the model, the next in order."""
+        self._seen = crc32c(weights.contiguous().cpu(), self._seen)
 
-    def require_alike(self, what: object) -> None:
-        """Refuse ranks with another model, config or version.
+    def require_alike(self, model: nn.Module, plan: Plan, config: Config) -> None:
+        """Refuse ranks with another model, config or version, before anything of it moves.
 
         Raises:
             ValueError: they differ; on all of them.
         """
-        said = self.tell_objects((what, self._seen))
+        for one in model.parameters():
+            if not one.is_meta:
+                self.saw(one.detach())
+        names = ("states", "gradient_dtype", "max_grad_norm", "reduce", "micro_batches")
+        fields = (f"{name}={getattr(config, name)!r}" for name in names)
+        profile = plan.profile
+        self._compare(torch.__version__, *fields, profile.sharding.keeps, *profile.full, self._seen)
+
+    def require_alike_values(self) -> None:
+        """Refuse ranks that have given another value to what was on the meta device.
+
+        Raises:
+            ValueError: they differ; on all of them.
+        """
+        self._compare(self._seen)
+
+    def _compare(self, *mine: object) -> None:
+        said = self.tell_objects(mine)
         for rank, one in enumerate(said):
-            for mine, other in zip((*said[0][0], said[0][1]), (*one[0], one[1])):
-                if mine != other:
+            for first, other in zip(said[0], one):
+                if first != other:
                     raise ValueError(
-                        "the ranks attach different models: rank 0 has "
-                        f"{reprlib.repr(mine)}, and rank {rank} has {reprlib.repr(other)}. Build "
-                        "the model alike on all ranks: torch.manual_seed() before it, or load the "
-                        "same checkpoint; and give all of them the same Config"
+                        f"the ranks attach different models: rank 0 has {reprlib.repr(first)}, and "
+                        f"rank {rank} has {reprlib.repr(other)}. Build the model alike on all "
+                        "ranks: torch.manual_seed() before it, or load the same checkpoint; and "
+                        "give all of them the same Config"
                     )
 
     # -- collectives ---------------------------------------------------------------------------
