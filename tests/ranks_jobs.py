@@ -415,3 +415,23 @@ def kept(rank: int, ranks: int, how: How) -> str:
         assert type(one) is nn.Parameter
         assert torch.equal(one, wanted)
     return str(error.value)
+
+
+def misfit(rank: int, ranks: int, how: How) -> list[str]:
+    """What values of other parameters say, and one that torch spreads over all elements."""
+    model, _ = _attached(how)
+    how.loss(model, rank).backward()
+    block, head, said = model.blocks[0], model.head, []
+    for ask in (
+        lambda: setattr(head.weight, "grad", torch.zeros(3)),
+        lambda: setattr(head.weight, "grad", block.up.weight.grad),
+        lambda: head.weight.detach().copy_(block.up.weight.detach()),
+    ):
+        with pytest.raises((ValueError, RuntimeError)) as error:
+            ask()
+        said.append(str(error.value))
+    with torch.no_grad():
+        head.weight.copy_(torch.tensor(2.0))
+    assert bool((offload.local(head.weight)[1] == 2).all())
+    offload.engine_of(model).close()
+    return said

@@ -251,3 +251,9 @@ def test_the_example_runs_and_its_save_is_whole(
 def test_a_refused_attach_leaves_the_model_as_it_was(two: World) -> None:
     for text in two.run("kept", How()):
         assert text.startswith("the ranks attach different models")
+
+
+def test_a_value_of_another_parameter_is_refused(two: World) -> None:
+    for said in two.run("misfit", How()):
+        assert "was given a value of (3,)" in said[0]
+        assert "of this parameter" in said[1]

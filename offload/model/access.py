@@ -156,9 +156,8 @@ class ParameterAccess:
             self.engine.end_broken_pass()
             self.engine.early.require_step("p.grad")
             found = self.engine.gradients.show(self.unit, self.index)
-            if found is None or self.engine.ranks is None:
-                return found
-            return self.engine.shown("gradient", self.unit, self.index, found)
+            at = self.unit, self.index
+            return None if found is None else self.engine.shown("gradient", *at, found)
 
     @entry
     def set_gradient(self, gradient: torch.Tensor | None) -> None:

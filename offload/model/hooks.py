@@ -77,9 +77,10 @@ class Hooks:
         for index, unit in engine.residents.in_lanes.items():
             for module in filter(None, (ref() for ref in unit.modules)):
                 keep(module.register_forward_pre_hook(Hook(engine.residents.called(index))))
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
+        told = vars(model).get("_is_accelerate_prepared")
+        if not told and torch.distributed.is_available() and torch.distributed.is_initialized():
             self._prepared.append(model)  # Else accelerate wraps it in DistributedDataParallel.
-            vars(model).setdefault("_is_accelerate_prepared", True)
+            vars(model)["_is_accelerate_prepared"] = True
         self._put_on_state_dict(model)
         for unit in engine.units:
             if unit.index not in engine.residents or not trains:

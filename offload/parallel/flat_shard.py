@@ -195,11 +195,11 @@ def _shards(tree: Any) -> Iterator[FlatShard]:
 
 
 def _fit(args: Any, found: Sequence[FlatShard]) -> bool:
-    """Whether all tensors of an edit are shards of one range, at its place, or single numbers."""
+    """Whether all tensors of an edit are shards alike in shape and range, or single numbers."""
     lists = [one if isinstance(one, (list, tuple)) else [one] for one in args]
     for place in zip(*(one if len(one) > 1 else one * len(lists[0]) for one in lists)):
         tensors = [one for one in place if isinstance(one, torch.Tensor)]
-        ranges = {one.local()[0] for one in tensors if isinstance(one, FlatShard)}
+        ranges = {(one.shape, one.local()[0]) for one in tensors if isinstance(one, FlatShard)}
         plain = [one for one in tensors if not isinstance(one, FlatShard)]
         if len(ranges) != 1 or any(one.dim() for one in plain):
             return False
@@ -218,7 +218,12 @@ def _locals(tree: Any) -> Any:
 def _norms_of(func: Any, found: Sequence[FlatShard], args: Any, kwargs: Any) -> Any:
     order = kwargs.get("ord", args[1] if len(args) > 1 else 2)
     others = args[2:], kwargs.keys() - {"ord", "dtype"}
-    if any(others) or order is None or (isinstance(args[0], list) and len(found) < len(args[0])):
+    if (
+        any(others)
+        or order is None
+        or not order > 0
+        or (isinstance(args[0], list) and len(found) < len(args[0]))
+    ):
         found[0]._refuse(f"{func._schema.name}() over some dimensions, or of mixed tensors")
     norms = found[0]._norms([one._local for one in found], float(order))
     made = [norm.to(kwargs.get("dtype") or one.dtype) for norm, one in zip(norms, found)]

@@ -318,7 +318,10 @@ class Ranks:
     def answer(self, unit: int, index: int, function: Any, args: Any) -> Any:
         """Do a function of a parameter that needs nothing of other ranks."""
         if function is torch.Tensor.copy_:
-            args[0]._offload_access.set_data(args[1].to(args[0].dtype))
+            source = args[1].to(args[0].dtype)
+            if not isinstance(source, FlatShard):
+                source = source.expand(args[0].shape).contiguous()
+            args[0]._offload_access.set_data(source)
             return args[0]
         here = self._snapshots.read(Key("weight", unit, index))
         if function in (torch.zeros_like, torch.empty_like):
@@ -406,10 +409,22 @@ class Ranks:
         return found.view(full.parameters[parameter].shape)
 
     def part(self, unit: int, parameter: int, value: torch.Tensor) -> torch.Tensor:
-        """As much of a value, full or a shard, as is here, flat."""
-        if isinstance(value, FlatShard):
-            return value.local()[1]
-        return value.reshape(-1)[self.local(unit, parameter)]
+        """As much of a value, full or a shard, as is here, flat.
+
+        Raises:
+            ValueError: it is of another parameter.
+        """
+        one, here = self._full[unit].parameters[parameter], self.local(unit, parameter)
+        if value.shape == one.shape:
+            if not isinstance(value, FlatShard):
+                return value.reshape(-1)[here]
+            elements, found = value.local()
+            if elements == range(here.start, here.stop):
+                return found
+        raise ValueError(
+            f"to {one.name}, of shape {one.shape}, was given a value of {tuple(value.shape)}, or a "
+            "part that another rank has: give all of it, or a shard of this parameter"
+        )
 
     def local(self, unit: int, parameter: int) -> slice:
         """Which elements of a parameter this rank has."""
