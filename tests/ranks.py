@@ -245,12 +245,16 @@ class How:
         """Of one micro-batch."""
         generator = torch.Generator().manual_seed(100 + number)
         tokens = torch.randint(0, 37, (2, 7), generator=generator)
+        tokens = tokens.to(next(model.parameters()).device)
         only = 1 if self.kind == "unused" else None
         out = model(tokens, only)
         return nn.functional.cross_entropy(out.float().flatten(0, 1), tokens.flatten()) / self.micro
 
 
-MEMORY = {"device_memory": "64MiB", "cpu_memory": "64MiB"}
+MEMORY = {
+    "device_memory": "256MiB" if torch.cuda.is_available() else "64MiB",
+    "cpu_memory": "64MiB",
+}
 
 
 @dataclass
@@ -300,7 +304,7 @@ def values_of(model: nn.Module, optimizer: Any) -> dict[str, tuple[int, torch.Te
     kept = {}
     for name, value in found.items():
         here, values = local(value) if isinstance(value, FlatShard) else (range(1), value.view(-1))
-        kept[name] = here.start, values.clone()
+        kept[name] = here.start, values.cpu().clone()
     return kept
 
 

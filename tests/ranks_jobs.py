@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed import pipelining
@@ -22,7 +23,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 import cpu_adam
 import offload
+from offload import attachment
 from offload.checkpoint import shards
+from offload.parallel.group import Group
 from offload.program.compile import compile_program
 from offload.program.ops import Lane, Verb
 from tests.ranks import MEMORY, How, Model, Trained, digest, values_of
@@ -45,10 +48,22 @@ def train(rank: int, ranks: int, how: How) -> Trained:
         optimizer.step()
         norms.append(optimizer.grad_norm())
         optimizer.zero_grad()
-    sent = engine.ranks.group.sent_bytes if ranks > 1 else 0
+    sent = engine.ranks.group.sent_bytes if engine.ranks else 0
     found = Trained(losses, norms, values_of(model, optimizer), sent)
     engine.close()
     return found
+
+
+def alone(rank: int, ranks: int, backend: str, job: str, *args: Any) -> Any:
+    """Do a job as the only rank of a group, where the engine does what it does with several."""
+    mesh = dist.new_group([0], backend=backend)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(
+            attachment,
+            "_group_of",
+            lambda _, device, config: Group(mesh, device, config.comm_timeout),
+        )
+        return globals()[job](rank, ranks, *args)
 
 
 def nothing(rank: int, ranks: int, *args: Any) -> int:
@@ -283,6 +298,9 @@ def _begin_late(chance: random.Random, begin: Any, into: torch.Tensor, source: t
     if chance.random() < 0.3:
         return begin(into, source)
     into.view(torch.uint8).fill_(0xAA)
+    if into.is_cuda:  # Its stream is late, and the host is not.
+        torch.cuda._sleep(chance.randrange(1 << 22))
+        return begin(into, source)
     return Late(partial(begin, into, source))
 
 

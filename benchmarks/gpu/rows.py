@@ -52,12 +52,15 @@ class Run:
     points: tuple[str, ...]
     clip: bool = False
     chunk: int | None = None
+    ranks: bool = False
 
     @property
     def name(self) -> str:
         """Of its rows, before the point."""
-        options = [" clip"] * self.clip + [f" chunk{(self.chunk or 1).bit_length() - 1}"] * bool(
-            self.chunk
+        options = (
+            [" clip"] * self.clip
+            + [" ranks"] * self.ranks
+            + [f" chunk{(self.chunk or 1).bit_length() - 1}"] * bool(self.chunk)
         )
         return f"{self.size} {self.placement}{''.join(options)}"
 
@@ -73,6 +76,7 @@ HOUR: dict[str, tuple[Run, ...]] = {
         Run("3b", "torch-fp32", ("16k",)),
         Run("3b", "device-cpu-cpu", ("16k",)),
         Run("3b", "cpu-cpu-cpu", ("16k",)),
+        Run("3b", "cpu-cpu-cpu", ("16k",), ranks=True),
         Run("3b", "torch-bf16", ("16k",)),
         Run("3b", "device-cpu-cpu", ("16k",), chunk=1 << 24),
     ),
@@ -86,6 +90,7 @@ HOUR: dict[str, tuple[Run, ...]] = {
         Run("3b", "deepspeed-2", ("16k",)),
         Run("3b", "deepspeed-3", ("16k",)),
         Run("3b", "deepspeed-2", ("16k",), clip=True),
+        Run("3b", "device-cpu-cpu", ("16k",), ranks=True),
         Run("3b", "device-device-device", ("16k", *OTHERS)),
         Run("3b", "torch-fp32", OTHERS),
         Run("3b", "device-cpu-cpu", ("16k-unsaid", *OTHERS)),
@@ -134,7 +139,7 @@ def arguments(run: Run, points: list[str], args: argparse.Namespace, limit: floa
     """Those of `train.py`."""
     given = ["--size", "dry" if args.dry else run.size, "--placement", run.placement]
     given += ["--name", run.name, "--points", *points, "--nvme-path", args.nvme_path]
-    given += ["--clip"] * run.clip + ["--dry"] * args.dry
+    given += ["--clip"] * run.clip + ["--ranks"] * run.ranks + ["--dry"] * args.dry
     given += ["--chunk", str(run.chunk)] if run.chunk else []
     cap = CAPS.get(f"{run.size} {run.placement}")
     given += ["--device-memory", cap] if cap else []

@@ -50,6 +50,8 @@ while :; do
     esac
 done
 GPU_RESULTS=${GPU_RESULTS:-$PWD/benchmarks/results}
+# Ranks of this machine talk over it alone: it may have no other network.
+export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo} NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-lo}
 export NVME_PATH GPU_RESULTS PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 
 stage_facts() {

@@ -9,6 +9,8 @@ compiled blocks. `deepspeed-2` has the states in CPU memory as DeepSpeed does it
 weights too. Tokens are random bytes without padding, weights random numbers: of zeros, products
 run up to 13% faster. A point is the number of tokens of a step; 16kx4 has them in four
 micro-batches; 16k-unsaid does not say which backward is the last, so updates begin at step().
+With `--ranks` weights are gathered and gradients exchanged over NCCL, though with no other rank:
+what that costs, and whether it overlaps.
 
 `ops` are those of all lanes of a step, `host_us` the engine's own microseconds in the user's thread
 per unit and step (`offload.cli.breakdown`), `*_gb_s` bytes over busy seconds of a lane.
@@ -32,8 +34,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from resource import RUSAGE_SELF, getrusage
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -41,7 +45,7 @@ import offload
 from benchmarks.gpu.gaps import watched
 from benchmarks.gpu.results import accelerator, keep, synchronize
 from benchmarks.loops import ALONE
-from offload import recording, reporting
+from offload import attachment, recording, reporting
 from offload.cli import gpt
 from offload.cli.breakdown import breakdown
 from offload.planning import planner
@@ -84,6 +88,7 @@ def asked(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--points", nargs="+", type=point, default=[point("16k")])
     parser.add_argument("--name", default=None, help="before that of the point: size, placement")
     parser.add_argument("--clip", action="store_true")
+    parser.add_argument("--ranks", action="store_true", help="with all that several ranks take")
     parser.add_argument("--chunk", type=int, default=None, help="elements of a chunk")
     parser.add_argument("--device-memory", default=None)
     parser.add_argument("--memory", default=os.environ.get("GPU_MEMORY") or None, help="the host's")
@@ -182,6 +187,16 @@ def peer(args: argparse.Namespace) -> tuple[Any, Any]:
     return trained, trained
 
 
+def alone(_: object, device: Any, config: offload.Config) -> Any:
+    """This process as the one rank of a group, which the engine takes for one of several."""
+    from offload.parallel.group import Group
+
+    backend = "gloo" if device.is_host else "nccl"
+    if not dist.is_initialized():
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return Group(None, device, config.comm_timeout)
+
+
 def attached(args: argparse.Namespace) -> tuple[nn.Module, Any]:
     """The model as the engine has it; `--memory` counts in place of what is free now."""
     tiers: Any = ("auto",) * 3 if args.placement == "auto" else args.placement.split("-")
@@ -203,7 +218,9 @@ def attached(args: argparse.Namespace) -> tuple[nn.Module, Any]:
         max_grad_norm=CLIP if args.clip else None,
     )
     optimizer = torch.optim.AdamW(model.parameters(), **OPTIMIZER)
-    return offload.attach(model, optimizer, config, initialize=fill, machine=machine)
+    group_of = alone if args.ranks else attachment._group_of
+    with patch.object(attachment, "_group_of", group_of):
+        return offload.attach(model, optimizer, config, initialize=fill, machine=machine)
 
 
 class Training:

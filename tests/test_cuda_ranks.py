@@ -1,0 +1,93 @@
+"""Two ranks on one GPU, through the host's memory; and a rank alone, over NCCL."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks import KINDS, How, World, assert_as_one, digest, joined, one_process
+from tests.test_cuda import needs_cuda
+
+pytestmark = needs_cuda
+
+WAYS = (
+    ("cpu", "cpu", "cpu"),
+    ("device", "cpu", "cpu"),
+    ("device", "device", "device"),
+    ("cpu", "device", "nvme"),
+    ("nvme", "nvme", "nvme"),
+)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    world = World(2, tmp_path_factory.mktemp("two"))
+    yield world
+    world.close()
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    world = World(1, tmp_path_factory.mktemp("one"))
+    yield world
+    world.close()
+
+
+def way_of(way: tuple[str, str, str], shard: int, folder: Path) -> How:
+    places: dict[str, Any] = dict(zip(("params", "gradients", "optimizer"), way))
+    options = {"nvme_path": str(folder)} if "nvme" in way else {}
+    how = {**places, **options, "shard": shard, "max_grad_norm": 0.5}
+    return How("tied", micro=2, config=how)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_on_one_device_train_as_one_process(two: World, kind: str) -> None:
+    how = How(kind, micro=2, config={"max_grad_norm": 0.5})
+    assert_as_one(two.run("train", how), how)
+
+
+@pytest.mark.parametrize("shard", [2, 3])
+@pytest.mark.parametrize("way", WAYS, ids="-".join)
+def test_in_every_placement(
+    two: World, way: tuple[str, str, str], shard: int, tmp_path: Path
+) -> None:
+    how = way_of(way, shard, tmp_path)
+    assert_as_one(two.run("train", how), how)
+
+
+def test_streams_that_are_late_change_no_bit(two: World) -> None:
+    for found in two.run("late", How("tied", config={"params": "cpu"}), 20):
+        assert len(set(found)) == 1
+
+
+def test_saved_by_two_ranks_and_continued(two: World, tmp_path: Path) -> None:
+    how = How("tied", dtype=torch.float32, micro=1)
+    wanted = joined(two.run("save", how, str(tmp_path / "saved"), ours=True))
+    found = joined(two.run("load", how, str(tmp_path / "saved"), 1, ours=True))
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_over_nccl_as_without(one: World, kind: str) -> None:
+    how = How(kind, micro=2, config={"params": "cpu", "max_grad_norm": 0.5})
+    assert_as_one(one.run("alone", "nccl", "train", how), how)
+
+
+@pytest.mark.parametrize("shard", [2, 3])
+@pytest.mark.parametrize("way", WAYS, ids="-".join)
+def test_over_nccl_in_every_placement(
+    one: World, way: tuple[str, str, str], shard: int, tmp_path: Path
+) -> None:
+    how = way_of(way, shard, tmp_path)
+    assert_as_one(one.run("alone", "nccl", "train", how), how)
+
+
+def test_over_nccl_with_streams_that_are_late(one: World) -> None:
+    how = How("tied", config={"params": "cpu"})
+    (found,) = one.run("alone", "nccl", "late", how, 40)
+    assert set(found) == {digest(one_process(how, 1).values)}
