@@ -210,7 +210,7 @@ class Timeline:
                 if not item.after.passed:
                     continue
                 passed = item.after.stream.ends[: item.after.item][-1:]
-                end = max(begin, *passed)
+                end = max([begin, *passed])
             else:
                 end = begin + item.duration
             if (best is None and end <= best_end) or end < best_end:

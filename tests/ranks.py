@@ -304,7 +304,7 @@ def values_of(model: nn.Module, optimizer: Any) -> dict[str, tuple[int, torch.Te
     kept = {}
     for name, value in found.items():
         here, values = local(value) if isinstance(value, FlatShard) else (range(1), value.view(-1))
-        kept[name] = here.start, values.cpu().clone()
+        kept[name] = here.start, torch.empty(values.shape, dtype=values.dtype).copy_(values)
     return kept
 
 

@@ -28,6 +28,7 @@ from offload.checkpoint import shards
 from offload.parallel.group import Group
 from offload.program.compile import compile_program
 from offload.program.ops import Lane, Verb
+from tests.paced_ranks import paced_ranks
 from tests.ranks import MEMORY, How, Model, Trained, digest, values_of
 
 
@@ -64,6 +65,14 @@ def alone(rank: int, ranks: int, backend: str, job: str, *args: Any) -> Any:
             lambda _, device, config: Group(mesh, device, config.comm_timeout),
         )
         return globals()[job](rank, ranks, *args)
+
+
+def paced(rank: int, ranks: int, seed: int, job: str, *args: Any) -> Any:
+    """Do a job on the accelerator of tests, and see that nothing raced."""
+    with paced_ranks(seed) as device:
+        found = globals()[job](rank, ranks, *args)
+    assert not device.timeline.races, device.timeline.races[0]
+    return found
 
 
 def nothing(rank: int, ranks: int, *args: Any) -> int:
@@ -308,14 +317,17 @@ class Late:
     """A collective that happens when somebody waits for it."""
 
     def __init__(self, begin: Any):
-        self._begin = begin
+        self._begin, self._over = begin, False
 
     def is_completed(self) -> bool:
-        self._begin().wait()
+        self.wait()
         return True
 
     def wait(self) -> None:
-        """It is over."""
+        """Let it happen, once."""
+        if not self._over:
+            self._over = True
+            self._begin().wait()
 
 
 def delayed(rank: int, ranks: int, how: How, seeds: int) -> list[int]:

@@ -49,10 +49,10 @@ SITES = {
         "        super()._acquire",
     ),
     "exchange: for the gradient": Site(
-        "ranks", "            runner.begin(task)\n            source", "            source"
+        "ranks", "            runner.begin(task)\n            self.grad", "            self.grad"
     ),
     "end of a pass: for what has begun": Site(
-        "ranks", "gradients.came())\n        self._land()\n", "gradients.came())\n"
+        "ranks", "backward=backward)\n        self._land()\n", "backward=backward)\n"
     ),
     "landing: for the collective": Site(
         "ranks",
@@ -86,12 +86,21 @@ SITES = {
         "order", "            else:\n                self._serve(one)\n", ""
     ),
     "order: until all are there": Site(
-        "order", "            if not kinds.isdisjoint(_IN_PASS):\n                continue\n", ""
+        "order", "            if not kinds.isdisjoint(busy):\n                continue\n", ""
     ),
     "order: followed only where all know it": Site(
         "order", "deque(known) if same and known is not None", "deque(known) if known is not None"
     ),
 }
+
+SCALED_BESIDE = Site(
+    "ranks",
+    "        with self.group.apart():\n            runner.begin(task)\n"
+    "            self.gradients.prepare(unit, new)\n",
+    "        self.gradients.prepare(unit, new)\n"
+    "        with self.group.apart():\n            runner.begin(task)\n",
+)
+"""A gradient is scaled on the user's stream while another stream sends it."""
 
 HOW = {
     "memory": How("twice", micro=2, config={"shard": 3, "max_grad_norm": 0.5}),
@@ -114,7 +123,7 @@ def of(how: How, tmp_path: Path) -> How:
 
 
 def test_the_sites_are_in_the_source() -> None:
-    for name, site in SITES.items():
+    for name, site in [*SITES.items(), ("scaled", SCALED_BESIDE)]:
         text = (ROOT / f"offload/parallel/{site.file}.py").read_text()
         assert text.count(site.present) == 1, name
 
@@ -131,6 +140,19 @@ def test_what_is_taken_out_is_missed(name: str, tmp_path: Path) -> None:
     finally:
         whole.close()
         less.close()
+
+
+def test_work_on_the_wrong_stream_is_a_race(tmp_path: Path) -> None:
+    pytest.importorskip("offload.runtime._runner", reason="not compiled here")
+    text = (ROOT / f"offload/parallel/{SCALED_BESIDE.file}.py").read_text()
+    source = text.replace(SCALED_BESIDE.present, SCALED_BESIDE.absent)
+    less = World(2, tmp_path, other=("offload.parallel.ranks", source))
+    less.begin("paced", 3, "train", How())
+    try:
+        found = less.results()
+    finally:
+        less.close()
+    assert any(isinstance(one, Failed) and " on stream " in one.message for one in found)
 
 
 def _missed(whole: World, less: World, how: How) -> bool:

@@ -55,8 +55,7 @@ class SummedGradients(Gradients):
         super()._acquire(unit)
 
     def _move_home(self, unit: int, new: frozenset[int], kept: frozenset[int]) -> None:
-        self._prepare(unit, new)
-        self._ranks.exchange(unit)
+        self._ranks.exchange(unit, new)
 
     def offer(self, unit: int) -> bool:
         """Exchange what has come of a unit, as another rank asks; False where nothing has."""
@@ -66,15 +65,14 @@ class SummedGradients(Gradients):
         self._runner.finish(one.task)
         one.task = None
         self._collecting.discard(unit)
-        self._prepare(unit, frozenset(one.arrived))
-        one.kept |= one.arrived
-        one.arrived = set()
-        self._ranks.begin_exchange(unit)
+        arrived, one.arrived = frozenset(one.arrived), set()
+        one.kept |= arrived
+        self._ranks.begin_exchange(unit, arrived)
         return True
 
     @torch.no_grad()
-    def _prepare(self, unit: int, new: frozenset[int]) -> None:
-        """Fill in what did not come, and scale."""
+    def prepare(self, unit: int, new: frozenset[int]) -> None:
+        """Fill in what did not come, and scale: on the stream that exchanges it."""
         there = collected(self._plan, unit)
         for parameter in self.units[unit].trainable - new:
             self._view(there, unit, parameter).fill_(-0.0)

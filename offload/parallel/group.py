@@ -17,7 +17,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple, TypeVar
@@ -72,8 +71,7 @@ class Group:
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self._talk = self._group if "cpu:" in backends else _own(group, "gloo")
         """For what lies in CPU memory: messages, sums, values. No stream of a device waits."""
-        stream = None if device.is_host else torch.Stream(device.torch_device)
-        self.apart: Callable[[], AbstractContextManager[object]] = lambda: stream or nullcontext()
+        self.apart = device.new_stream()
         """In this context collectives of slots begin: whoever begins one has waited for its slots,
         so it is behind none of the user's compute."""
         self.make_room(0)

@@ -120,7 +120,8 @@ class Ranks:
             return
         if wait and self._plan.full_weight[entry.unit] not in self._busy:
             self._land()
-            self._runner.begin(task)
+            with self.group.apart():
+                self._runner.begin(task)
         elif not self._runner.begins(task):
             return
         self._request(entry.unit, task)
@@ -196,27 +197,28 @@ class Ranks:
     def _serve(self, one: Request) -> None:
         """Take part in what other ranks need and this one does not, now."""
         self._land()
-        if one.kind == Kind.GATHER:
-            reserve = self._runner.memory.at(
-                Use(Place("device", "reserve"), Value("weight", one.unit))
-            )
-            self._gather_home(one.unit, reserve)
-        elif not self.gradients.offer(one.unit):
-            self._exchange_nothing(one.unit)
+        with self.group.apart():
+            if one.kind == Kind.GATHER:
+                reserve = self._runner.memory.at(
+                    Use(Place("device", "reserve"), Value("weight", one.unit))
+                )
+                self._gather_home(one.unit, reserve)
+            elif not self.gradients.offer(one.unit):
+                self._exchange_nothing(one.unit)
         self._land()
 
     # -- gradients -------------------------------------------------------------------------------
 
-    def exchange(self, unit: int) -> None:
-        """The gradient of a unit, all of it that has come, to its owners."""
+    def exchange(self, unit: int, new: frozenset[int]) -> None:
+        """The gradient of a unit, of which the parameters `new` have come, to its owners."""
         if (task := self._sent[1]) is not None:
             self._land(task)
         self._busy = {self._plan.full_weight[one.unit] for one in self._used if not one.task.over}
         self._ahead(wait=True)  # The order has it first, and it may not have begun so far.
-        self._order.request(Request(Kind.EXCHANGE, unit), partial(self.begin_exchange, unit))
+        self._order.request(Request(Kind.EXCHANGE, unit), partial(self.begin_exchange, unit, new))
         self._ahead()
 
-    def begin_exchange(self, unit: int) -> None:
+    def begin_exchange(self, unit: int, new: frozenset[int]) -> None:
         """The same, where it is this unit's turn."""
         value, runner = Value("gradient", unit), self._runner
         (task,) = runner.start(
@@ -224,6 +226,7 @@ class Ranks:
         )
         with self.group.apart():
             runner.begin(task)
+            self.gradients.prepare(unit, new)
             source = runner.memory.at(Use(collected(self._plan, unit).place, value))
             works = self._exchange(unit, source)
 

@@ -202,7 +202,7 @@ class Sharding:
 
 
 ALONE = Sharding()
-"""One rank has all."""
+"""There is no group of ranks, and nothing is gathered; one rank of a group gathers what it has."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,8 +35,9 @@ CPU, so with an accelerator torch's own class is patched to wait for copies to t
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -95,6 +96,10 @@ class Device:
     def stream(self) -> object:
         """The current stream of the calling thread; equal only to itself."""
         return None
+
+    def new_stream(self) -> Callable[[], contextlib.AbstractContextManager[object]]:
+        """What makes contexts in which a thread queues its work on another stream, always one."""
+        return contextlib.nullcontext
 
     def fence(self, stream: object) -> Fence | None:
         """The end of what is queued on a stream now; None for the CPU."""
@@ -218,6 +223,11 @@ class Accelerator(Device):
     def stream(self) -> Any:
         """The current stream of the calling thread; equal only to itself."""
         return torch.cuda.current_stream(self.torch_device)
+
+    def new_stream(self) -> Callable[[], contextlib.AbstractContextManager[object]]:
+        """See `Device.new_stream`."""
+        make: Any = torch.cuda.Stream
+        return functools.partial(torch.cuda.stream, make(self.torch_device))
 
     def fence(self, stream: Any) -> Fence:
         """The end of what is queued now on a stream that `stream` returned."""

@@ -1,0 +1,58 @@
+"""Ranks on an accelerator with streams: by the paced one of the tests, where a lost wait shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks import KINDS, How, World, assert_as_one
+from tests.training import some_fast
+
+pytest.importorskip("offload.runtime._runner", reason="not compiled here")
+
+WAYS = (
+    ("cpu", "cpu", "cpu"),
+    ("device", "cpu", "cpu"),
+    ("device", "device", "device"),
+    ("cpu", "device", "nvme"),
+    ("nvme", "nvme", "nvme"),
+)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    world = World(2, tmp_path_factory.mktemp("two"))
+    yield world
+    world.close()
+
+
+@pytest.mark.parametrize("kind", some_fast(KINDS, fast=2))
+def test_every_kind_of_model(two: World, kind: str) -> None:
+    how = How(kind, micro=2, config={"params": "cpu", "max_grad_norm": 0.5})
+    assert_as_one(two.run("paced", 3, "train", how), how)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", [2, 3])
+@pytest.mark.parametrize("way", WAYS, ids="-".join)
+def test_every_placement(two: World, way: tuple[str, str, str], shard: int, tmp_path: Path) -> None:
+    places: dict[str, Any] = dict(zip(("params", "gradients", "optimizer"), way))
+    options = {"nvme_path": str(tmp_path)} if "nvme" in way else {}
+    how = How("tied", micro=2, config={**places, **options, "shard": shard})
+    assert_as_one(two.run("paced", shard, "train", how), how)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("job", ["diverge", "clip", "touch"])
+def test_what_ranks_do_beside_training(two: World, job: str, seed: int) -> None:
+    two.run("paced", seed, job, How("unused" if job == "diverge" else "plain"))
+
+
+@pytest.mark.slow
+def test_collectives_that_are_late(two: World) -> None:
+    for found in two.run("paced", 4, "late", How("tied", config={"params": "cpu"}), 10):
+        assert len(set(found)) == 1
