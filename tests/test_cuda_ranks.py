@@ -64,6 +64,11 @@ def test_streams_that_are_late_change_no_bit(two: World) -> None:
         assert len(set(found)) == 1
 
 
+@pytest.mark.parametrize("job", ["diverge", "clip", "touch"])
+def test_what_ranks_do_beside_training(two: World, job: str) -> None:
+    two.run(job, How("unused" if job == "diverge" else "plain"))
+
+
 def test_saved_by_two_ranks_and_continued(two: World, tmp_path: Path) -> None:
     how = How("tied", dtype=torch.float32, micro=1)
     wanted = joined(two.run("save", how, str(tmp_path / "saved"), ours=True))

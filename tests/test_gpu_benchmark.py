@@ -259,7 +259,7 @@ def test_every_placement_fits_the_machine_that_is_expected(size: str) -> None:
     profile = profile_of([spec_of(group, Config(), trains=True) for group in groups])
     runs = [run for run in EVERY if run.size == size]
     assert {run.placement for run in runs} > {"device-cpu-cpu", "cpu-cpu-cpu", "torch-fp32"}
-    for run in (one for one in runs if one.placement.split("-")[0] not in ("torch", "deepspeed")):
+    for run in (one for one in runs if one.placement.split("-")[0] not in train.PEERS):
         tiers = ["auto"] * 3 if run.placement == "auto" else run.placement.split("-")
         kinds: Any = dict(zip(("params", "gradients", "optimizer"), tiers))
         config = Config(

@@ -90,6 +90,8 @@ HOUR: dict[str, tuple[Run, ...]] = {
         Run("3b", "deepspeed-2", ("16k",)),
         Run("3b", "deepspeed-3", ("16k",)),
         Run("3b", "deepspeed-2", ("16k",), clip=True),
+        Run("3b", "fsdp2", ("16k",)),
+        Run("3b", "fsdp2", ("16k",), clip=True),
         Run("3b", "device-cpu-cpu", ("16k",), ranks=True),
         Run("3b", "device-device-device", ("16k", *OTHERS)),
         Run("3b", "torch-fp32", OTHERS),

@@ -6,11 +6,11 @@ The placement is that of weights, gradients and states. `torch-bf16` is the same
 PyTorch, all of it on the device, with its fused AdamW on bfloat16 weights and moments, `torch-fp32`
 with masters and moments in fp32 as the engine has them, `torch-compiled` is `torch-bf16` with
 compiled blocks. `deepspeed-2` has the states in CPU memory as DeepSpeed does it, `deepspeed-3` the
-weights too. Tokens are random bytes without padding, weights random numbers: of zeros, products
-run up to 13% faster. A point is the number of tokens of a step; 16kx4 has them in four
-micro-batches; 16k-unsaid does not say which backward is the last, so updates begin at step().
-With `--ranks` weights are gathered and gradients exchanged over NCCL, though with no other rank:
-what that costs, and whether it overlaps.
+weights too; `fsdp2` is `fully_shard` with CPUOffloadPolicy, masters in fp32. Tokens are random
+bytes without padding, weights random numbers: of zeros, products run up to 13% faster. A point is
+the number of tokens of a step; 16kx4 has them in four micro-batches; 16k-unsaid does not say which
+backward is the last, so updates begin at step(). With `--ranks` weights are gathered and gradients
+exchanged over NCCL, though with no other rank: what that costs, and whether it overlaps.
 
 `ops` are those of all lanes of a step, `host_us` the engine's own microseconds in the user's thread
 per unit and step (`offload.cli.breakdown`), `*_gb_s` bytes over busy seconds of a lane.
@@ -40,6 +40,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 import offload
 from benchmarks.gpu.gaps import watched
@@ -112,7 +115,8 @@ def flops(shape: gpt.Shape, length: int) -> int:
 
 def fill(module: nn.Module) -> None:
     """Random values for a module's own parameters, as fast as memory: the same ones repeated."""
-    for value in module.parameters(recurse=False):
+    for one in module.parameters(recurse=False):
+        value = one.to_local() if isinstance(one, DTensor) else one
         with torch.no_grad():
             if value.ndim < 2:
                 value.fill_(1.0)
@@ -187,13 +191,33 @@ def peer(args: argparse.Namespace) -> tuple[Any, Any]:
     return trained, trained
 
 
+def sharded(args: argparse.Namespace) -> tuple[nn.Module, Any]:
+    """The same model under FSDP2, whose sharded weights, gradients and states are on the CPU."""
+    model = built(SHAPES[args.size], recompute=True).float()
+    initialize_group()
+    pinned = torch.cuda.is_available()
+    policy: dict[str, Any] = {"offload_policy": CPUOffloadPolicy(pin_memory=pinned)}
+    policy |= {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
+    policy |= {"mesh": init_device_mesh(accelerator().type, (1,))}
+    for block in model.blocks:  # type: ignore[union-attr]
+        fully_shard(block, **policy)
+    fully_shard(model, **policy)
+    model.to_empty(device="cpu").apply(fill)
+    return model, torch.optim.AdamW(model.parameters(), fused=True, **OPTIMIZER)
+
+
+def initialize_group() -> None:
+    """A process group of this process alone, where there is none."""
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
 def alone(_: object, device: Any, config: offload.Config) -> Any:
     """This process as the one rank of a group, which the engine takes for one of several."""
     from offload.parallel.group import Group
 
-    backend = "gloo" if device.is_host else "nccl"
-    if not dist.is_initialized():
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    initialize_group()
     return Group(None, device, config.comm_timeout)
 
 
@@ -223,6 +247,9 @@ def attached(args: argparse.Namespace) -> tuple[nn.Module, Any]:
         return offload.attach(model, optimizer, config, initialize=fill, machine=machine)
 
 
+PEERS = {"torch": resident, "deepspeed": peer, "fsdp2": sharded}
+
+
 class Training:
     """A model, and what is measured of its steps."""
 
@@ -230,7 +257,7 @@ class Training:
         """Attach it. Raises what a refusal raises."""
         self.args, self.begun = args, time.perf_counter()
         torch.manual_seed(0)
-        made = {"torch": resident, "deepspeed": peer}.get(args.placement.split("-")[0], attached)
+        made = PEERS.get(args.placement.split("-")[0], attached)
         self.model, self.optimizer = made(args)
         self.backward = self.model.backward if made is peer else torch.Tensor.backward
         synchronize()
@@ -255,7 +282,7 @@ class Training:
             logits = self.model(data[:, :-1])
             loss = F.cross_entropy(logits.flatten(0, 1).float(), data[:, 1:].flatten())
             self.backward(loss / one.micro)
-        if self.args.clip and self.args.placement.startswith("torch"):
+        if self.args.clip and self.args.placement.startswith(("torch", "fsdp2")):
             nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
         self.optimizer.step()
         self.optimizer.zero_grad()
