@@ -92,14 +92,30 @@ def diverge(rank: int, ranks: int, how: How) -> dict[str, tuple[int, torch.Tenso
         if step == 2:
             with torch.no_grad():
                 for _ in range(1 + 2 * rank):
-                    model(torch.tensor([[1, 2]]))
-        tokens = torch.arange(6).view(1, 6) + rank
+                    how.loss(model, rank)
+        tokens = torch.arange(6, device=next(model.parameters()).device).view(1, 6) + rank
         out = model(tokens, (rank if step % 2 else None))
         out.float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     found = values_of(model, optimizer)
     offload.engine_of(model).close()
+    return found
+
+
+def early(rank: int, ranks: int, how: How) -> list[tuple[int, int]]:
+    """How many updates have begun at the end of each backward, inside it and after it."""
+    model, optimizer = _attached(how)
+    engine, inside, found = offload.engine_of(model), list[int](), []
+    ended = engine.ranks.closed
+    engine.ranks.closed = lambda: (inside.append(len(engine.early.begun)), ended())
+    for step in range(how.steps):
+        for micro in range(how.micro):
+            how.loss(model, (step * how.micro + micro) * ranks + rank).backward()
+            found.append((inside[-1], len(engine.early.begun)))
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.close()
     return found
 
 

@@ -40,7 +40,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 def way_of(way: tuple[str, str, str], shard: int, folder: Path) -> How:
     places: dict[str, Any] = dict(zip(("params", "gradients", "optimizer"), way))
     options = {"nvme_path": str(folder)} if "nvme" in way else {}
-    how = {**places, **options, "shard": shard, "max_grad_norm": 0.5}
+    how = {**places, **options, "shard": shard, "micro_batches": 2}
     return How("tied", micro=2, config=how)
 
 

@@ -257,3 +257,12 @@ def test_a_value_of_another_parameter_is_refused(two: World) -> None:
     for said in two.run("misfit", How()):
         assert "was given a value of (3,)" in said[0]
         assert "of this parameter" in said[1]
+
+
+@pytest.mark.parametrize("shard", [2, 3])
+def test_updates_begin_inside_the_last_backward(two: World, shard: int) -> None:
+    how = How(micro=2, steps=3, config={**PLACES, "shard": shard, "micro_batches": 2})
+    for found in two.run("early", how):
+        # In the second backward the order of the first is known. A sum is there a unit later.
+        assert found == [(0, 0), (3, 6), (0, 0), (3, 6), (0, 0), (3, 6)]
+    assert_as_one(two.run("train", how), how)

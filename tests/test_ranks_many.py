@@ -38,6 +38,7 @@ FACTORS = {
     "kind": KINDS,
     "gradients": ("param", "fp32"),
     "norm": ("0.5", "none"),
+    "last": ("said", "unsaid"),
     "optimizer": ("AdamW", "SGD"),
 }
 
@@ -78,6 +79,8 @@ def test_ranks_train_as_one_process_does(
         config["nvme_path"] = str(tmp_path)
     if case["norm"] != "none":
         config["max_grad_norm"] = float(case["norm"])
+    if case["last"] == "said":
+        config["micro_batches"] = int(case["micro"])
     config["states"] = "compact" if case["states"] == "compact" else "exact"
     config["gradient_dtype"] = case["gradients"]
     config["reduce"] = "sum" if ranks == 3 else "mean"

@@ -41,7 +41,7 @@ def test_every_kind_of_model(two: World, kind: str) -> None:
 def test_every_placement(two: World, way: tuple[str, str, str], shard: int, tmp_path: Path) -> None:
     places: dict[str, Any] = dict(zip(("params", "gradients", "optimizer"), way))
     options = {"nvme_path": str(tmp_path)} if "nvme" in way else {}
-    how = How("tied", micro=2, config={**places, **options, "shard": shard})
+    how = How("tied", micro=2, config={**places, **options, "shard": shard, "micro_batches": 2})
     assert_as_one(two.run("paced", shard, "train", how), how)
 
 

@@ -102,10 +102,9 @@ class Engine:
             self.ranks, self.gradients = make_ranks(self.passes, self.snapshots)
         self.updates = make_updates(self.residents)
         """Of `optim.update`, which stands above."""
-        alone = self.ranks is None  # Else a gradient is final when all ranks have sent theirs.
-        names = [unit.name for unit in self.plan.profile.units]
-        clips = self.plan.clips and alone
-        self.early = EarlyUpdates(micro_batches if alone else None, names, clips=clips)
+        names, clips = [unit.name for unit in self.plan.profile.units], self.plan.clips
+        self.early = EarlyUpdates(micro_batches, names, clips=clips)
+        self.gradients.require_open = partial(self.early.require_open, what="another gradient")
         self.forward, self.graph_tasks = ForwardCall(), GraphTasks()
         self._owner = threading.get_ident()
         """The thread that began the pass under way, or the last one."""
@@ -287,7 +286,7 @@ class Engine:
         """Begin the updates of FINAL units that are at rest, see [Note: Early updates]."""
         if self.early.final:
             self.commits.wait()
-        for index in sorted(self.early.final):
+        for index in filter(self.gradients.is_sum, sorted(self.early.final)):
             if self.plan.clips:
                 self.gradients.send(index)
                 self._sum_squares(index)
@@ -461,8 +460,7 @@ class Engine:
         Updates then begin inside it. Where every step has the same number of backwards,
         `Config(micro_batches=N)` says so once.
         """
-        if self.ranks is None:
-            self.early.last_micro_batch()
+        self.early.last_micro_batch()
 
     def step(self, step: Step) -> None:
         """Take one optimizer step over the parameters in `step`; returns before it is done."""

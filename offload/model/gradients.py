@@ -16,7 +16,7 @@ its own first, so it keeps what it showed; a view of it does not, and shows late
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,6 +69,8 @@ class Gradients:
         """Units whose gradient is being collected."""
         self._shown: dict[tuple[int, int], weakref.ref[torch.Tensor]] = {}
         """By unit and parameter, what shows a gradient in place."""
+        self.require_open: Callable[[int], object] = lambda unit: None
+        """Refuses more of a unit's gradient once its update has begun."""
         self.units = [
             UnitGradient(frozenset(i for i, p in enumerate(unit.parameters) if p.trainable))
             for unit in self._plan.profile.units
@@ -140,6 +142,10 @@ class Gradients:
         key = make, unit, position, kept and (new, kept)
         phase = self._runner.phase(key, way)
         self._runner.start(phase, self._passes.number)
+
+    def is_sum(self, unit: int) -> bool:
+        """Whether what has come of a unit, often enough here, is all that this backward brings."""
+        return True
 
     def send_all(self) -> None:
         """Send on everything that has come anywhere."""

@@ -47,8 +47,13 @@ class SummedGradients(Gradients):
     # -- in backward -----------------------------------------------------------------------------
 
     def collect(self, unit: int, parameter: int, gradient: torch.Tensor) -> None:
-        """Take over a gradient that autograd has just produced: no sum is final yet."""
+        """Take over a gradient that autograd has just produced; the sum comes later."""
         super().collect(unit, parameter, gradient)
+
+    def is_sum(self, unit: int) -> bool:
+        """Whether it is that of all ranks, for all of the unit, and nothing is still to come."""
+        whole = self.units[unit].kept >= self.units[unit].trainable
+        return whole and self._ranks.is_through(unit)
 
     def _acquire(self, unit: int) -> None:
         self._ranks.land(unit)
@@ -88,6 +93,8 @@ class SummedGradients(Gradients):
     def fold(self, unit: int, part_of: Callable[[int], torch.Tensor]) -> None:
         """Add the parts of all ranks to what is kept here."""
         runner, stored, every = self._runner, self._stored[unit], self.units[unit].trainable
+        with runner.once():
+            self.require_open(unit)
         ranks, at_home = range(self._ranks.group.ranks), self._plan.gradient_slot[unit] is None
         adds = bool(stored) and not at_home
         for turn in [[rank] for rank in ranks] if adds else [ranks]:

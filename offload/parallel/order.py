@@ -95,6 +95,10 @@ class Order:
         """What all ranks do next, where that is known."""
         return self._queue[0] if self._queue else None
 
+    def lacks(self, one: Request) -> bool:
+        """Whether the rest of the pass is known, and this is not in it."""
+        return self._queue is not None and one not in self._queue
+
     def open(self, key: object) -> None:
         """A pass begins; `key` is what its order depends on."""
         known = None if self._doubts else self._known.get(key)

@@ -194,6 +194,14 @@ class Ranks:
         if task is not None and (sent == unit or slots[sent] == slots[unit]):
             self._land(task)
 
+    def is_through(self, unit: int) -> bool:
+        """Whether all ranks have sent their gradients of a unit, and none sends another in this
+        pass, as far as the order is known."""
+        sent, task = self._sent
+        flies = sent == unit and any(one is task for one, *_ in self._flying)
+        over = self._passes.verb is None or self._order.lacks(Request(Kind.EXCHANGE, unit))
+        return over and not flies
+
     def _serve(self, one: Request) -> None:
         """Take part in what other ranks need and this one does not, now."""
         self._land()
