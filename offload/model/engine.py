@@ -104,7 +104,7 @@ class Engine:
         """Of `optim.update`, which stands above."""
         names, clips = [unit.name for unit in self.plan.profile.units], self.plan.clips
         self.early = EarlyUpdates(micro_batches, names, clips=clips)
-        self.gradients.require_open = partial(self.early.require_open, what="another gradient")
+        self.gradients.require_open = partial(self.early.require_open, what="another use")
         self.forward, self.graph_tasks = ForwardCall(), GraphTasks()
         self._owner = threading.get_ident()
         """The thread that began the pass under way, or the last one."""

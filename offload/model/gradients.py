@@ -70,7 +70,7 @@ class Gradients:
         self._shown: dict[tuple[int, int], weakref.ref[torch.Tensor]] = {}
         """By unit and parameter, what shows a gradient in place."""
         self.require_open: Callable[[int], object] = lambda unit: None
-        """Refuses more of a unit's gradient once its update has begun."""
+        """Refuses what other ranks want of a unit once its update has begun."""
         self.units = [
             UnitGradient(frozenset(i for i, p in enumerate(unit.parameters) if p.trainable))
             for unit in self._plan.profile.units

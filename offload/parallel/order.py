@@ -95,9 +95,9 @@ class Order:
         """What all ranks do next, where that is known."""
         return self._queue[0] if self._queue else None
 
-    def lacks(self, one: Request) -> bool:
-        """Whether the rest of the pass is known, and this is not in it."""
-        return self._queue is not None and one not in self._queue
+    def lacks(self, unit: int) -> bool:
+        """Whether the rest of the pass is known, and nothing of this unit is in it."""
+        return self._queue is not None and all(one.unit != unit for one in self._queue)
 
     def open(self, key: object) -> None:
         """A pass begins; `key` is what its order depends on."""

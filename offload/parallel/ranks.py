@@ -196,14 +196,16 @@ class Ranks:
 
     def is_through(self, unit: int) -> bool:
         """Whether all ranks have sent their gradients of a unit, and none sends another in this
-        pass, as far as the order is known."""
+        pass, or uses it, as far as the order is known."""
         sent, task = self._sent
         flies = sent == unit and any(one is task for one, *_ in self._flying)
-        over = self._passes.verb is None or self._order.lacks(Request(Kind.EXCHANGE, unit))
+        over = self._passes.verb is None or self._order.lacks(unit)
         return over and not flies
 
     def _serve(self, one: Request) -> None:
         """Take part in what other ranks need and this one does not, now."""
+        with self._runner.once():
+            self.gradients.require_open(one.unit)
         self._land()
         with self.group.apart():
             if one.kind == Kind.GATHER:
