@@ -66,7 +66,7 @@ def planned_alike(
     """
 
     def least() -> tuple[list[Group], Plan]:
-        sharding = Sharding(group.rank, group.ranks)
+        sharding = Sharding(group.position, group.ranks)
         if config.shard != 3:
             try:
                 return cut(replace(sharding, keeps=True))

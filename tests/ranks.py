@@ -232,6 +232,13 @@ class How:
     steps: int = 3
     optimizer: str = "AdamW"
     config: dict[str, Any] = field(default_factory=dict)
+    mesh: tuple[int, ...] = ()
+    """Of the ranks, where it is not all in a row."""
+
+    @property
+    def summed_first(self) -> int:
+        """Of how many micro-batches in a row gradients are summed before the sums are."""
+        return 1 if 1 in self.mesh else self.mesh[-1] if self.mesh else 1
 
     def build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(3)
@@ -275,18 +282,31 @@ def one_process(how: How, ranks: int) -> Trained:
     model, optimizer = offload.attach(model, optimizer, offload.Config(**MEMORY, **options))
     scale = 1 if how.config.get("reduce") == "sum" else ranks
     losses, norms = [], []
+    count = how.micro * ranks
     for step in range(how.steps):
-        for micro in range(how.micro):
-            for rank in range(ranks):
-                loss = how.loss(model, (step * how.micro + micro) * ranks + rank)
-                (loss / scale).backward()
-                losses.append(loss.item())
+        sums: dict[nn.Parameter, torch.Tensor] = {}
+        for number in range(count):
+            loss = how.loss(model, step * count + number)
+            (loss / scale).backward()
+            losses.append(loss.item())
+            if how.summed_first > 1 and (number + 1) % how.summed_first == 0:
+                move_gradients(model, sums)
+        for parameter, gradient in sums.items():
+            parameter.grad = gradient
         optimizer.step()
         norms.append(optimizer.grad_norm())
         optimizer.zero_grad()
     found = Trained(losses, norms, values_of(model, optimizer))
     offload.engine_of(model).close()
     return found
+
+
+def move_gradients(model: nn.Module, sums: dict[nn.Parameter, torch.Tensor]) -> None:
+    """Add the gradients of a model to what there is of each parameter; none is left."""
+    for one in model.parameters():
+        if one.grad is not None:
+            sums[one] = sums[one] + one.grad if one in sums else one.grad.clone()
+            one.grad = None
 
 
 def values_of(model: nn.Module, optimizer: Any) -> dict[str, tuple[int, torch.Tensor]]:

@@ -8,16 +8,18 @@ import os
 import random
 import signal
 import time
+from collections import Counter
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed import pipelining
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 import cpu_adam
@@ -30,8 +32,7 @@ from tests.ranks import MEMORY, How, Model, Trained, digest, values_of
 
 def train(rank: int, ranks: int, how: How) -> Trained:
     """Train, and give what is left."""
-    model, optimizer = how.build()
-    model, optimizer = offload.attach(model, optimizer, offload.Config(**MEMORY, **how.config))
+    model, optimizer = _attached(how)
     engine = offload.engine_of(model)
     losses, norms = [], []
     for step in range(how.steps):
@@ -57,8 +58,11 @@ def nothing(rank: int, ranks: int, *args: Any) -> int:
 
 
 def _attached(how: How) -> tuple[Any, Any]:
-    model, optimizer = how.build()
-    return offload.attach(model, optimizer, offload.Config(**MEMORY, **how.config))
+    config, mesh = offload.Config(**MEMORY, **how.config), how.mesh and _mesh(how.mesh)
+    return offload.attach(*how.build(), config, mesh=mesh or None)
+
+
+_mesh = cache(partial(init_device_mesh, "cpu"))
 
 
 def diverge(rank: int, ranks: int, how: How) -> dict[str, tuple[int, torch.Tensor]]:
@@ -217,7 +221,7 @@ def _steps(
 
 def differ(rank: int, ranks: int, how: How, what: str) -> None:
     """Rank 1 does something else than rank 0."""
-    if what == "model" and rank:
+    if what == "model" and rank == 1:
         how = replace(how, kind="tied")
     if what == "seed":
         torch.manual_seed(rank)
@@ -233,18 +237,18 @@ def differ(rank: int, ranks: int, how: How, what: str) -> None:
     model, optimizer = offload.attach(model, optimizer, offload.Config(**options))
     try:
         for step in range(3):
-            for _ in range(2 if what == "batches" and rank and step else 1):
+            for _ in range(2 if what == "batches" and rank == 1 and step else 1):
                 how.loss(model, step * ranks + rank).backward()
-            if what == "lr" and rank and step:
+            if what == "lr" and rank == 1 and step:
                 optimizer.param_groups[0]["lr"] = 0.5
-            if what == "skipped" and rank and step == 1:
+            if what == "skipped" and rank == 1 and step == 1:
                 optimizer.zero_grad()
                 continue
-            if what == "raise" and rank and step:
+            if what == "raise" and rank == 1 and step:
                 offload.engine_of(model).runner.fail(OSError("the drive is gone"))
-            if what == "kill" and rank and step:
+            if what == "kill" and rank == 1 and step:
                 os.kill(os.getpid(), signal.SIGKILL)
-            if what == "stop" and rank and step:
+            if what == "stop" and rank == 1 and step:
                 os.kill(os.getpid(), signal.SIGSTOP)
             if what == "save" and rank == 0 and step:
                 offload.save(model, optimizer, "nowhere")
@@ -257,12 +261,19 @@ def differ(rank: int, ranks: int, how: How, what: str) -> None:
 
 
 def refused(rank: int, ranks: int, how: How) -> list[str]:
-    """What knows no other ranks, asked for on all of them."""
+    """What knows no other ranks, asked for on all of them; and meshes."""
     model, _ = _attached(how)
     with pytest.raises(RuntimeError) as error:
         offload.sleep(model)
     offload.engine_of(model).close()
-    return [str(error.value)]
+    said = [str(error.value)]
+    three = init_device_mesh("cpu", (1, ranks, 1), mesh_dim_names=("pp", "dp", "tp"))
+    others = DeviceMesh("cpu", [[1], [0]]), DeviceMesh("cpu", [[0]])
+    for mesh in (three, *others)[: 2 + rank]:
+        with pytest.raises(ValueError, match="attach:") as refusal:
+            offload.attach(*how.build(), mesh=mesh)
+        said.append(str(refusal.value))
+    return said
 
 
 def late(rank: int, ranks: int, how: How, seeds: int) -> list[int]:
@@ -271,19 +282,22 @@ def late(rank: int, ranks: int, how: How, seeds: int) -> list[int]:
     for seed in range(seeds):
         model, optimizer = _attached(how)
         group, chance = offload.engine_of(model).ranks.group, random.Random(seed)
-        for name in ("gather", "exchange"):
-            setattr(group, name, partial(_begin_late, chance, getattr(group, name)))
+        group._begun = partial(_begin_late, chance, group._begun)
         _steps(model, optimizer, how, rank, ranks, [0, 1, 2])
         found.append(digest(values_of(model, optimizer)))
         offload.engine_of(model).close()
     return found
 
 
-def _begin_late(chance: random.Random, begin: Any, into: torch.Tensor, source: torch.Tensor) -> Any:
+def _begin_late(
+    chance: random.Random, begin: Any, what: Any, into: torch.Tensor, source: torch.Tensor, on: Any
+) -> Any:
     if chance.random() < 0.3:
-        return begin(into, source)
+        return begin(what, into, source, on)
+    before = source.clone()
     into.view(torch.uint8).fill_(0xAA)
-    return Late(partial(begin, into, source))
+    source.copy_(before)  # Which may lie in the other.
+    return Late(partial(begin, what, into, source, on))
 
 
 class Late:
@@ -365,6 +379,32 @@ def pipeline(rank: int, ranks: int, schedule: str, attached: bool, micro: int) -
     return found
 
 
+def sent_by_level(rank: int, ranks: int, how: How) -> list[tuple[int, int]]:
+    """Bytes that a step sends over columns, and those of the formula; then the same of rows."""
+    model, optimizer = _attached(how)
+    engine = offload.engine_of(model)
+    group, (rows, shards), found = engine.ranks.group, how.mesh, Counter[bool]()
+    begun, full = group._begun, engine.plan.profile.full
+
+    def counted(collective: Any, into: Any, source: Any, on: Any) -> Any:
+        if on in (group._column, group._row):
+            parts, part = dist.get_world_size(on), min(into.nbytes, source.nbytes)
+            size = part if into.nbytes > source.nbytes else part // parts
+            found[on is group._row] += size * (parts - 1)
+        return begun(collective, into, source, on)
+
+    _steps(model, optimizer, how, rank, ranks, [0, 1])
+    before, group._begun = group.sent_bytes, counted
+    _steps(model, optimizer, how, rank, ranks, [2])
+    assert group.sent_bytes - before == found[True] + found[False]
+    ops = _collectives(engine)
+    size = sum(full[op.value.unit].weight_bytes for op in ops if op.verb is Verb.GATHER)
+    size += sum(unit.gradient_bytes for unit in full)
+    engine.close()
+    wanted = size * (rows - 1) // ranks, size * (shards - 1) // shards
+    return [(found[row], wanted[row]) for row in (False, True)]
+
+
 def sent(rank: int, ranks: int, how: How) -> tuple[int, int, int]:
     """Bytes that a step sends, those of its program, and those of the formula: each unit's weights
     once for each gathering, its gradient once, to every other rank its part."""
@@ -374,15 +414,21 @@ def sent(rank: int, ranks: int, how: How) -> tuple[int, int, int]:
     before = engine.ranks.group.sent_bytes
     _steps(model, optimizer, how, rank, ranks, [2])
     found = engine.ranks.group.sent_bytes - before
-    phases = compile_program(engine.plan).phases
-    ops = [op for name in ("forward", "backward_first") for op in phases[name].ops]
-    planned = sum(op.bytes for op in ops if op.lane is Lane.COMM)
+    ops = _collectives(engine)
+    planned = sum(op.bytes for op in ops)
     full = engine.plan.profile.full
     gathered = [op.value.unit for op in ops if op.verb is Verb.GATHER]
     weights = sum(full[unit].weight_bytes for unit in gathered)
     gradients = sum(unit.gradient_bytes for unit in full)
     engine.close()
     return found, planned, (weights + gradients) * (ranks - 1) // ranks
+
+
+def _collectives(engine: Any) -> list[Any]:
+    """The ops of a step that send something to other ranks."""
+    phases = compile_program(engine.plan).phases
+    ops = [op for name in ("forward", "backward_first") for op in phases[name].ops]
+    return [op for op in ops if op.lane is Lane.COMM]
 
 
 def train_by_fsdp(rank: int, ranks: int, how: How) -> dict[str, torch.Tensor]:

@@ -178,7 +178,12 @@ def test_what_knows_no_other_ranks_is_refused(two: World) -> None:
     two.begin("refused", How())
     for one in two.results():
         assert isinstance(one, list), one.text
-        assert all("is offered with one: on all ranks, offload.save" in text for text in one)
+        asleep, three, descending, *outside = one
+        assert "is offered with one: on all ranks, offload.save" in asleep
+        assert "pass such a slice of it, mesh['pp'] or mesh['pp', 'dp']" in three
+        assert "[[1], [0]]; found that they descend" in descending
+        assert all("this rank is not part of the mesh" in text for text in outside)
+    assert outside
 
 
 def test_one_rank_imports_nothing_of_it() -> None:

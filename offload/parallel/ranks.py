@@ -13,8 +13,9 @@ gradient that is made meanwhile, and a use waits for its own gather, not for the
 [Note: Sums over ranks]
 An owner gets the gradients of all ranks and adds them to what it keeps one after the other, in the
 order of ranks, by the rounding of a micro-batch. So N ranks with A micro-batches each sum as one
-process does that takes the N * A in turn. Where a parameter got no gradient on a rank, that rank
-sends -0.0, which added to any number is that number.
+process does that takes the N * A in turn. Over two levels what comes are sums already, see [Note:
+Two levels]. Where a parameter got no gradient on a rank, that rank sends -0.0, which added to any
+number is that number.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from offload.planning.profile import ITEM_BYTES, Sharding, shard_of
 from offload.program.compile import collected, exchange
 from offload.program.ops import Use, Value, Verb
 from offload.runtime.entry import EngineError
+from offload.runtime.memory import typed
 from offload.runtime.runner import Runner, Task
 
 _ALONE: Any = (
@@ -155,23 +157,13 @@ class Ranks:
             self.group.wait(work)
 
     def _gathered(self, unit: int, here: torch.Tensor, into: torch.Tensor) -> list[Any]:
-        return [
-            self.group.gather(into[full], here[part])
-            for full, part in self._segments(unit, "weight")
-        ]
+        return [self.group.gather(into[full], here[part]) for full, part in self._segments(unit)]
 
-    def _segments(self, unit: int, kind: str) -> Iterator[tuple[slice, slice]]:
-        """The bytes of each segment in a full unit, and in its shard."""
+    def _segments(self, unit: int) -> Iterator[tuple[slice, slice]]:
+        """The bytes of each segment in the weights of a full unit, and in those of its shard."""
         for full, part in zip(self._full[unit].segments, self._plan.profile.units[unit].segments):
-            if kind == "weight":
-                item, at, mine = ITEM_BYTES[full.dtype], full.weight_offset, part.weight_offset
-            elif full.trainable:
-                item, at = ITEM_BYTES[full.gradient_dtype], full.gradient_offset
-                mine = part.gradient_offset
-            else:
-                continue
-            size, own = full.elements * item, part.elements * item
-            yield slice(at, at + size), slice(mine, mine + own)
+            at, mine, item = full.weight_offset, part.weight_offset, ITEM_BYTES[full.dtype]
+            yield slice(at, at + full.elements * item), slice(mine, mine + part.elements * item)
 
     def _land(self, last: Task | None = None) -> None:
         """Wait for the collectives that have begun: for all, or up to that of the op `last`."""
@@ -238,25 +230,28 @@ class Ranks:
         """Take part in the exchange of a gradient of which nothing came here."""
         reserve = Use(Place("device", "reserve"), Value("gradient", unit))
         source = self._runner.memory.at(reserve)
-        for segment, (full, _) in zip(self._full[unit].segments, self._segments(unit, "gradient")):
-            source[full].view(getattr(torch, segment.gradient_dtype)).fill_(-0.0)
+        for segment in self._gradients(unit, source):
+            segment.fill_(-0.0)
         self._flying.append((None, self._exchange(unit, source), partial(self._fold, unit)))
 
     def _exchange(self, unit: int, source: torch.Tensor) -> list[Any]:
         came = self._runner.memory.at(Use(self._exchanged, Value("gradient", unit)))
-        return [
-            self.group.exchange(came[full], source[full])
-            for full, _ in self._segments(unit, "gradient")
-        ]
+        pairs = zip(self._gradients(unit, came), self._gradients(unit, source))
+        return [self.group.exchange(*pair) for pair in pairs]
+
+    def _gradients(self, unit: int, flat: torch.Tensor) -> Iterator[torch.Tensor]:
+        """The gradient of each segment that is trained, in that of a full unit."""
+        for one in self._full[unit].segments:
+            if one.trainable:
+                yield typed(flat, one.gradient_dtype, one.gradient_offset, (one.elements,))
 
     def _fold(self, unit: int) -> None:
         came = self._runner.memory.at(Use(self._exchanged, Value("gradient", unit)))
-        parts = [
-            came[full].view(self.group.ranks, -1) for full, _ in self._segments(unit, "gradient")
-        ]
+        every = (one.view(torch.uint8) for one in self._gradients(unit, came))
+        parts = [one.view(self.group.ranks, -1) for one in every]
 
-        def part_of(rank: int) -> torch.Tensor:
-            return torch.cat([part[rank] for part in parts]) if parts[1:] else parts[0][rank]
+        def part_of(at: int) -> torch.Tensor:
+            return torch.cat([part[at] for part in parts]) if parts[1:] else parts[0][at]
 
         self.gradients.fold(unit, part_of)
 
@@ -400,12 +395,12 @@ class Ranks:
         self._land()
         self._order.meet(Kind.VALUES, unit, parameter)
         full, ranks = self._full[unit], self.group.ranks
-        shards = (shard_of(full, Sharding(rank, ranks)) for rank in range(ranks))
+        shards = (shard_of(full, Sharding(at, ranks)) for at in range(ranks))
         counts = [one.parameters[parameter].elements for one in shards]
         padded = here.new_zeros(max(*counts, 1))
         padded[: here.numel()] = here.reshape(-1)
         rows = self.group.all_of(padded)
-        found = torch.cat([row[:count] for row, count in zip(rows, counts)])
+        found = torch.cat([rows[rank][:n] for rank, n in zip(self.group.order, counts)])
         return found.view(full.parameters[parameter].shape)
 
     def part(self, unit: int, parameter: int, value: torch.Tensor) -> torch.Tensor:
