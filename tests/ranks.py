@@ -149,6 +149,9 @@ def _replace(module: str, source: str) -> None:
             for key, value in vars(one).items():
                 if callable(value) or isinstance(value, (property, staticmethod)):
                     setattr(getattr(known, name), key, value)
+                for cell in getattr(value, "__closure__", None) or ():
+                    if cell.cell_contents is one:  # For super().
+                        cell.cell_contents = getattr(known, name)
 
 
 # -- one process that does what the ranks do -----------------------------------------------------
