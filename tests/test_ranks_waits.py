@@ -53,7 +53,7 @@ SITES = {
         "ranks", "            runner.begin(task)\n            source", "            source"
     ),
     "end of a pass: for what has begun": Site(
-        "ranks", "gradients.came())\n        self._land()\n", "gradients.came())\n"
+        "ranks", "backward=backward)\n        self._land()\n", "backward=backward)\n"
     ),
     "landing: for the collective": Site(
         "ranks",
@@ -87,7 +87,7 @@ SITES = {
         "order", "            else:\n                self._serve(one)\n", ""
     ),
     "order: until all are there": Site(
-        "order", "            if not kinds.isdisjoint(_IN_PASS):\n                continue\n", ""
+        "order", "            if not kinds.isdisjoint(busy):\n                continue\n", ""
     ),
     "two levels: for the column, before weights go around in the row": Site(
         "two_level_group",
