@@ -58,8 +58,8 @@ def nothing(rank: int, ranks: int, *args: Any) -> int:
 
 
 def _attached(how: How) -> tuple[Any, Any]:
-    config, mesh = offload.Config(**MEMORY, **how.config), how.mesh and _mesh(how.mesh)
-    return offload.attach(*how.build(), config, mesh=mesh or None)
+    mesh = _mesh(how.mesh) if how.mesh else None
+    return offload.attach(*how.build(), offload.Config(**{**MEMORY, **how.config}), mesh=mesh)
 
 
 _mesh = cache(partial(init_device_mesh, "cpu"))
@@ -232,12 +232,12 @@ def differ(rank: int, ranks: int, how: How, what: str) -> None:
         how = replace(how, config={**how.config, "gradient_dtype": "fp32"})
     if what == "budget" and rank:
         how = replace(how, config={**how.config, "device_memory": 1, "cpu_memory": 1})
-    model, optimizer = how.build()
-    options = {**MEMORY, "comm_timeout": 5.0, **how.config}
-    model, optimizer = offload.attach(model, optimizer, offload.Config(**options))
+    model, optimizer = _attached(replace(how, config={"comm_timeout": 5.0, **how.config}))
     try:
         for step in range(3):
-            for _ in range(2 if what == "batches" and rank == 1 and step else 1):
+            for again in range(2 if what in ("batches", "edit") and rank == 1 and step else 1):
+                if what == "edit" and again:
+                    model.blocks[0].register_forward_hook(partial(_edit, model.blocks[3]))
                 how.loss(model, step * ranks + rank).backward()
             if what == "lr" and rank == 1 and step:
                 optimizer.param_groups[0]["lr"] = 0.5
@@ -278,11 +278,22 @@ def refused(rank: int, ranks: int, how: How) -> list[str]:
 
 def late(rank: int, ranks: int, how: How, seeds: int) -> list[int]:
     """What is left of runs in which collectives happen when they are waited for, or at once."""
+    return _disturbed(rank, ranks, how, [random.Random(seed) for seed in range(seeds)], _begin_late)
+
+
+def delayed(rank: int, ranks: int, how: How, seeds: int) -> list[int]:
+    """What is left of runs in which each rank dawdles at other places."""
+    chances = [random.Random(seed * 10 + rank) for seed in range(seeds)]
+    return _disturbed(rank, ranks, how, chances, _dawdle)
+
+
+def _disturbed(rank: int, ranks: int, how: How, chances: list[Any], begin: Any) -> list[int]:
+    """What is left of runs in which collectives begin so."""
     found = []
-    for seed in range(seeds):
+    for chance in chances:
         model, optimizer = _attached(how)
-        group, chance = offload.engine_of(model).ranks.group, random.Random(seed)
-        group._begun = partial(_begin_late, chance, group._begun)
+        group = offload.engine_of(model).ranks.group
+        group._begun = partial(begin, chance, group._begun)
         _steps(model, optimizer, how, rank, ranks, [0, 1, 2])
         found.append(digest(values_of(model, optimizer)))
         offload.engine_of(model).close()
@@ -312,20 +323,6 @@ class Late:
 
     def wait(self) -> None:
         """It is over."""
-
-
-def delayed(rank: int, ranks: int, how: How, seeds: int) -> list[int]:
-    """What is left of runs in which each rank dawdles at other places."""
-    found = []
-    for seed in range(seeds):
-        model, optimizer = _attached(how)
-        group, chance = offload.engine_of(model).ranks.group, random.Random(seed * 10 + rank)
-        for name in ("gather", "exchange", "tell"):
-            setattr(group, name, partial(_dawdle, chance, getattr(group, name)))
-        _steps(model, optimizer, how, rank, ranks, [0, 1, 2])
-        found.append(digest(values_of(model, optimizer)))
-        offload.engine_of(model).close()
-    return found
 
 
 def _dawdle(chance: random.Random, do: Any, *args: Any) -> Any:
@@ -397,12 +394,32 @@ def sent_by_level(rank: int, ranks: int, how: How) -> list[tuple[int, int]]:
     before, group._begun = group.sent_bytes, counted
     _steps(model, optimizer, how, rank, ranks, [2])
     assert group.sent_bytes - before == found[True] + found[False]
-    ops = _collectives(engine)
-    size = sum(full[op.value.unit].weight_bytes for op in ops if op.verb is Verb.GATHER)
-    size += sum(unit.gradient_bytes for unit in full)
+    uses = [op.value.unit for op in _collectives(engine) if op.verb is Verb.GATHER]
+    once, every = (sum(full[unit].weight_bytes for unit in of) for of in (set(uses), uses))
+    size = how.micro * sum(unit.gradient_bytes for unit in full)
     engine.close()
-    wanted = size * (rows - 1) // ranks, size * (shards - 1) // shards
-    return [(found[row], wanted[row]) for row in (False, True)]
+    wanted = (once + size) * (rows - 1) // ranks, (every + size) * (shards - 1) // shards
+    pairs = [(found[row], wanted[row]) for row in (False, True)]
+    return pairs[: 1 + (how.micro == 1)]  # Else some weights are in slots yet.
+
+
+def edit(rank: int, ranks: int, how: How) -> int:
+    """What is left of a run in which weights are changed between steps."""
+    model, optimizer = _attached(how)
+    for step in range(3):
+        _steps(model, optimizer, how, rank, ranks, [step])
+        other = torch.randn(37, 47, generator=torch.Generator().manual_seed(step))
+        with torch.no_grad():
+            model(torch.tensor([[1, 2]]))
+            model.head.weight.copy_(other)
+    found = digest(values_of(model, optimizer))
+    offload.engine_of(model).close()
+    return found
+
+
+@torch.no_grad()
+def _edit(block: Any, *_: Any) -> None:
+    block.down.weight.copy_(torch.tensor(2.0))
 
 
 def sent(rank: int, ranks: int, how: How) -> tuple[int, int, int]:

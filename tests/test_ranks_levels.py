@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from offload.config import Config
+from offload.model.units import partition
+from offload.planning.machine import Machine
+from offload.planning.planner import BudgetError
+from offload.unit_plan import planned, planned_alike
 from tests.covering import Case, pairwise
 from tests.ranks import Failed, How, World, assert_as_one, digest, joined, one_process
 
@@ -123,17 +131,40 @@ def test_when_collectives_happen_changes_no_bit(worlds: Worlds, job: str, seeds:
 
 
 @pytest.mark.parametrize("mesh", [(2, 3), (3, 2)])
-@pytest.mark.parametrize("shard", [2, 3])
+@pytest.mark.parametrize(("shard", "micro"), [(2, 1), (3, 1), (3, 3)])
 def test_bytes_sent_over_rows_and_columns_are_those_of_the_formulas(
-    worlds: Worlds, mesh: tuple[int, int], shard: int
+    worlds: Worlds, mesh: tuple[int, int], shard: int, micro: int
 ) -> None:
-    for rank in worlds(6).run("sent_by_level", How(config={"shard": shard}, mesh=mesh)):
+    how = How(micro=micro, config={"shard": shard}, mesh=mesh)
+    for rank in worlds(6).run("sent_by_level", how):
         for found, wanted in rank:
             assert found == wanted > 0
 
 
+def test_what_a_column_has_is_gathered_anew_where_weights_change(worlds: Worlds) -> None:
+    kept, whole = (worlds(4).run("edit", How(config={"shard": at}, mesh=(2, 2))) for at in (3, 2))
+    assert kept == whole
+
+
+def test_columns_keep_what_they_have_where_nothing_else_has_to_go() -> None:
+    group = SimpleNamespace(position=1, ranks=4, folds=2, all_or_none=lambda make, undo: make())
+    config, (model, _) = Config(shard=3, cpu_memory="64MiB"), How().build()
+    machine, found = Machine(device_bytes=1 << 30, cpu_bytes=1 << 30), list[tuple[int, int]]()
+    for size in range(300, 2000, 20):
+        sized = replace(config, device_memory=size << 10)
+        cut = partial(planned, partition(model), sized, machine, "adam", trains=True)
+        with suppress(BudgetError):
+            plan = planned_alike(cut, group, sized)[1]
+            least = planned_alike(cut, SimpleNamespace(**{**vars(group), "folds": 4}), sized)[1]
+            assert plan.placements == least.placements
+            found.append((plan.profile.sharding.column, plan.taken_bytes("device") >> 10))
+    assert {column for column, _ in found} == {0, 2}
+    assert found[-1][0] == 2
+
+
 FAULTS = {
     "raise": "rank 1 on .* failed after step 1: OSError: the drive is gone",
+    "edit": "rank 1 did not come to a collective .* after step 1",
     "kill": "ranks? 1(, 3)? (is gone|did not come .*) after step 1",
 }
 
@@ -141,9 +172,11 @@ FAULTS = {
 @pytest.mark.parametrize("what", FAULTS)
 def test_a_rank_that_fails_is_named_in_other_rows_and_columns(what: str, tmp_path: Path) -> None:
     world = World(4, tmp_path)
-    world.begin("differ", How(mesh=(2, 2)), what)
+    world.begin("differ", How(config={"shard": 3}, mesh=(2, 2)), what)
     found = world.results(40)
     world.close()
+    if what == "edit":
+        assert found[1].message.startswith("blocks.3 was changed inside a forward or backward")
     for one in (found[0], *found[2:]):
         assert isinstance(one, Failed), one
         assert one.kind == "EngineError", one.text

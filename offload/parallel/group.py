@@ -149,7 +149,8 @@ class Group:
         names = ("states", "gradient_dtype", "max_grad_norm", "reduce", "micro_batches")
         fields = (f"{name}={getattr(config, name)!r}" for name in names)
         profile = plan.profile
-        self._compare(torch.__version__, *fields, profile.sharding.keeps, *profile.full, self._seen)
+        cut = replace(profile.sharding, position=0)
+        self._compare(torch.__version__, *fields, cut, *profile.full, self._seen)
 
     def require_alike_values(self) -> None:
         """Refuse ranks that have given another value to what was on the meta device.
@@ -173,8 +174,15 @@ class Group:
 
     # -- collectives ---------------------------------------------------------------------------
 
-    def gather(self, into: torch.Tensor, part: torch.Tensor) -> Any:
-        """Begin to gather a part from each rank, in their order."""
+    def gather(
+        self,
+        into: torch.Tensor,
+        part: torch.Tensor,
+        column: torch.Tensor | None = None,
+        there: bool = False,
+    ) -> Any:
+        """Begin to gather a part from each rank, in the order of their positions. Over two levels
+        what a column has stays in `column`, or is `there` from before."""
         return self._gather(into, part, self._group)
 
     def exchange(self, into: torch.Tensor, source: torch.Tensor) -> Any:

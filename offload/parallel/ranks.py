@@ -36,8 +36,8 @@ from offload.model.parameter import OffloadedParameter
 from offload.model.passes import Entry, Passes
 from offload.model.snapshots import Key, Snapshots
 from offload.parallel.flat_shard import FlatShard
-from offload.parallel.group import Group
-from offload.parallel.order import Kind, Order, Request
+from offload.parallel.group import Group, Message
+from offload.parallel.order import CHANGED, Kind, Order, Request
 from offload.planning.layout import Place
 from offload.planning.profile import ITEM_BYTES, Sharding, shard_of
 from offload.program.compile import collected, exchange
@@ -67,7 +67,11 @@ class Ranks:
         """Whether it shows states, too."""
         self.group, self._runner, self._passes = group, runner, passes
         self._plan, self._full = runner.plan, runner.plan.profile.full
-        self._order = Order(group.tell, self._serve)
+        self._order = Order(self._tell, self._serve)
+        self._in_columns: set[int] = set()
+        """Units of which the device has what its column does; the same ones on all ranks."""
+        self._changed = False
+        """Whether weights have, since a pass began."""
         self._flying: deque[tuple[Task | None, list[Any], Callable[[], None]]] = deque()
         """Collectives that have begun, of which op, and what to do when they are over."""
         self._used: list[Entry] = []
@@ -89,7 +93,29 @@ class Ranks:
     def opened(self, verb: Verb, held: Mapping[Place, int]) -> None:
         """A pass begins, on all ranks."""
         gathered = sorted((at.number, u) for at, u in held.items() if at.use == "full_weight")
-        self._order.open((verb.value, tuple(gathered)))
+        changed, self._changed = self._changed, False
+        self._order.open((verb.value, tuple(gathered)), changed=changed)
+
+    def _tell(self, message: Message) -> list[Message]:
+        """A round. Where weights changed on any rank, no column has them."""
+        said = self.group.tell(message)
+        if any(one.kind == Kind.OPEN and one.unit & CHANGED for one in said):
+            self._in_columns.clear()
+        return said
+
+    def changes(self, unit: int) -> None:
+        """Weights of this rank change; all ranks hear it when its next pass begins.
+
+        Raises:
+            RuntimeError: other ranks would use the old ones in this pass, as the column has them.
+        """
+        self._changed = True
+        if unit in self._in_columns and self._passes.verb is not None:
+            raise RuntimeError(
+                f"{self._full[unit].name} was changed inside a forward or backward, for which a "
+                "part of it is kept on several ranks: change weights between them, or give "
+                "Config(shard=2)"
+            )
 
     def closed(self) -> None:
         """The pass is over: what other ranks still need of it is done first."""
@@ -157,7 +183,15 @@ class Ranks:
             self.group.wait(work)
 
     def _gathered(self, unit: int, here: torch.Tensor, into: torch.Tensor) -> list[Any]:
-        return [self.group.gather(into[full], here[part]) for full, part in self._segments(unit)]
+        count, there = self._plan.profile.sharding.column, unit in self._in_columns
+        if not count:
+            return [self.group.gather(into[f], here[p]) for f, p in self._segments(unit)]
+        kept = self._runner.memory.at(Use(Place("device", "column", unit), Value("weight", unit)))
+        self._in_columns.add(unit)
+        return [
+            self.group.gather(into[f], here[p], kept[count * p.start : count * p.stop], there)
+            for f, p in self._segments(unit)
+        ]
 
     def _segments(self, unit: int) -> Iterator[tuple[slice, slice]]:
         """The bytes of each segment in the weights of a full unit, and in those of its shard."""
@@ -267,7 +301,7 @@ class Ranks:
         rows = sorted({repr(one) for of in step.values() for one in of.values()})
         text = repr((self._backwards, mine, rows))
         said = self._order.meet(Kind.STEP, 0, zlib.crc32(text.encode()))
-        backwards, self._backwards = self._backwards, 0
+        backwards, self._backwards, self._changed = self._backwards, 0, True
         if all(one == said[0] for one in said):
             self.group.step += 1
             return

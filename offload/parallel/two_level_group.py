@@ -13,6 +13,11 @@ it keeps. So R x S ranks sum as one process does that sums groups of S micro-bat
 the groups. The parts are added up in the memory that the gradient came from: what was sent from it
 is not needed again.
 
+What a column has of a unit stays on the device where the plan has room for that and moves nothing
+else to a slower tier. The next gathering then goes around in the row alone, until weights change:
+a rank says so where a pass begins, and all ranks let go of what they have. So they do at one place
+in their order, and no rank waits in a column where another does not.
+
 Both collectives begin at one place, so that all ranks begin all of them in one order. On a device
 the stream waits for the first, on the host this thread does.
 """
@@ -44,10 +49,17 @@ class TwoLevelGroup(Group):
         backends = str(dist.get_backend_config(row))
         self._column, self._row = own_group(column, backends), own_group(row, backends)
 
-    def gather(self, into: torch.Tensor, part: torch.Tensor) -> Any:
-        """Begin to gather a part from each rank, in the order of their positions."""
-        mine = into.chunk(self._shards)[self._shard]
-        self.wait(self._gather(mine, part, self._column))
+    def gather(
+        self,
+        into: torch.Tensor,
+        part: torch.Tensor,
+        column: torch.Tensor | None = None,
+        there: bool = False,
+    ) -> Any:
+        """Begin to gather a part from each rank, see `Group`."""
+        mine = into.chunk(self._shards)[self._shard] if column is None else column
+        if not there:
+            self.wait(self._gather(mine, part, self._column))
         return self._gather(into, mine, self._row)
 
     def exchange(self, into: torch.Tensor, source: torch.Tensor) -> Any:
