@@ -88,7 +88,7 @@ def attach(
             forward-only.
         config: where things live and how much may be taken; the default finds out.
         mesh: the ranks that the model is cut over, which attach the same one: a DeviceMesh of one
-            dimension, or a process group; by default all, where torch.distributed is set up.
+            dimension or of two, (replicate, shard), or a process group; by default all there are.
         initialize: called with each module that owns parameters on the meta device, once these
             have memory; default: the module's own `reset_parameters()`.
         read: in its place, at any size of a unit: `read("model", name, start, count)` gives so many

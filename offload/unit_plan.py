@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
@@ -66,14 +67,19 @@ def planned_alike(
     """
 
     def least() -> tuple[list[Group], Plan]:
-        sharding = Sharding(group.rank, group.ranks)
+        sharding = Sharding(group.position, group.ranks)
         if config.shard != 3:
             try:
                 return cut(replace(sharding, keeps=True))
             except BudgetError:
                 if config.shard == 2:
                     raise
-        return cut(sharding)
+        found = cut(sharding)
+        if group.folds < group.ranks:  # Columns keep what they have where nothing else has to go.
+            with suppress(BudgetError):
+                more = cut(replace(sharding, column=group.folds))
+                return more if more[1].placements == found[1].placements else found
+        return found
 
     found: tuple[list[Group], Plan] = group.all_or_none(least, id)
     return found

@@ -30,7 +30,8 @@ PATIENCE_S = 60
 
 
 class World:
-    """So many ranks; a job is the name of a function of a module, by default `tests.ranks_jobs`."""
+    """So many ranks. A job is the name of a function of a module, by default `tests.ranks_jobs`, or
+    that of a module of tests and of a function in it."""
 
     def __init__(
         self,
@@ -131,7 +132,9 @@ def _serve(
             return
         since = time.monotonic()
         try:
-            pipe.send(getattr(module, job)(rank, ranks, *args, **options))
+            elsewhere, _, name = job.rpartition(".")
+            of = importlib.import_module(f"tests.{elsewhere}") if elsewhere else module
+            pipe.send(getattr(of, name)(rank, ranks, *args, **options))
         except BaseException as error:
             seconds = time.monotonic() - since
             failed = Failed(type(error).__name__, str(error), traceback.format_exc(), seconds)
@@ -149,6 +152,9 @@ def _replace(module: str, source: str) -> None:
             for key, value in vars(one).items():
                 if callable(value) or isinstance(value, (property, staticmethod)):
                     setattr(getattr(known, name), key, value)
+                for cell in getattr(value, "__closure__", None) or ():
+                    if cell.cell_contents is one:  # For super().
+                        cell.cell_contents = getattr(known, name)
 
 
 # -- one process that does what the ranks do -----------------------------------------------------
@@ -232,6 +238,13 @@ class How:
     steps: int = 3
     optimizer: str = "AdamW"
     config: dict[str, Any] = field(default_factory=dict)
+    mesh: tuple[int, ...] = ()
+    """Of the ranks, where it is not all in a row."""
+
+    @property
+    def summed_first(self) -> int:
+        """Of how many micro-batches in a row gradients are summed before the sums are."""
+        return 1 if 1 in self.mesh else self.mesh[-1] if self.mesh else 1
 
     def build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(3)
@@ -279,18 +292,31 @@ def one_process(how: How, ranks: int) -> Trained:
     model, optimizer = offload.attach(model, optimizer, offload.Config(**MEMORY, **options))
     scale = 1 if how.config.get("reduce") == "sum" else ranks
     losses, norms = [], []
+    count = how.micro * ranks
     for step in range(how.steps):
-        for micro in range(how.micro):
-            for rank in range(ranks):
-                loss = how.loss(model, (step * how.micro + micro) * ranks + rank)
-                (loss / scale).backward()
-                losses.append(loss.item())
+        sums: dict[nn.Parameter, torch.Tensor] = {}
+        for number in range(count):
+            loss = how.loss(model, step * count + number)
+            (loss / scale).backward()
+            losses.append(loss.item())
+            if how.summed_first > 1 and (number + 1) % how.summed_first == 0:
+                move_gradients(model, sums)
+        for parameter, gradient in sums.items():
+            parameter.grad = gradient
         optimizer.step()
         norms.append(optimizer.grad_norm())
         optimizer.zero_grad()
     found = Trained(losses, norms, values_of(model, optimizer))
     offload.engine_of(model).close()
     return found
+
+
+def move_gradients(model: nn.Module, sums: dict[nn.Parameter, torch.Tensor]) -> None:
+    """Add the gradients of a model to what there is of each parameter; none is left."""
+    for one in model.parameters():
+        if one.grad is not None:
+            sums[one] = sums[one] + one.grad if one in sums else one.grad.clone()
+            one.grad = None
 
 
 def values_of(model: nn.Module, optimizer: Any) -> dict[str, tuple[int, torch.Tensor]]:

@@ -8,8 +8,9 @@ import os
 import random
 import signal
 import time
+from collections import Counter
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -34,8 +35,7 @@ from tests.ranks import MEMORY, How, Model, Trained, digest, values_of
 
 def train(rank: int, ranks: int, how: How) -> Trained:
     """Train, and give what is left."""
-    model, optimizer = how.build()
-    model, optimizer = offload.attach(model, optimizer, offload.Config(**MEMORY, **how.config))
+    model, optimizer = _attached(how)
     engine = offload.engine_of(model)
     losses, norms = [], []
     for step in range(how.steps):
@@ -81,8 +81,11 @@ def nothing(rank: int, ranks: int, *args: Any) -> int:
 
 
 def _attached(how: How) -> tuple[Any, Any]:
-    model, optimizer = how.build()
-    return offload.attach(model, optimizer, offload.Config(**MEMORY, **how.config))
+    mesh = _mesh(how.mesh) if how.mesh else None
+    return offload.attach(*how.build(), offload.Config(**{**MEMORY, **how.config}), mesh=mesh)
+
+
+_mesh = cache(partial(init_device_mesh, "cpu"))
 
 
 def diverge(rank: int, ranks: int, how: How) -> dict[str, tuple[int, torch.Tensor]]:
@@ -257,7 +260,7 @@ def _steps(
 
 def differ(rank: int, ranks: int, how: How, what: str) -> None:
     """Rank 1 does something else than rank 0."""
-    if what == "model" and rank:
+    if what == "model" and rank == 1:
         how = replace(how, kind="tied")
     if what == "seed":
         torch.manual_seed(rank)
@@ -268,23 +271,23 @@ def differ(rank: int, ranks: int, how: How, what: str) -> None:
         how = replace(how, config={**how.config, "gradient_dtype": "fp32"})
     if what == "budget" and rank:
         how = replace(how, config={**how.config, "device_memory": 1, "cpu_memory": 1})
-    model, optimizer = how.build()
-    options = {**MEMORY, "comm_timeout": 5.0, **how.config}
-    model, optimizer = offload.attach(model, optimizer, offload.Config(**options))
+    model, optimizer = _attached(replace(how, config={"comm_timeout": 5.0, **how.config}))
     try:
         for step in range(3):
-            for _ in range(2 if what == "batches" and rank and step else 1):
+            for again in range(2 if what in ("batches", "edit") and rank == 1 and step else 1):
+                if what == "edit" and again:
+                    model.blocks[0].register_forward_hook(partial(_edit, model.blocks[3]))
                 how.loss(model, step * ranks + rank).backward()
-            if what == "lr" and rank and step:
+            if what == "lr" and rank == 1 and step:
                 optimizer.param_groups[0]["lr"] = 0.5
-            if what == "skipped" and rank and step == 1:
+            if what == "skipped" and rank == 1 and step == 1:
                 optimizer.zero_grad()
                 continue
-            if what == "raise" and rank and step:
+            if what == "raise" and rank == 1 and step:
                 offload.engine_of(model).runner.fail(OSError("the drive is gone"))
-            if what == "kill" and rank and step:
+            if what == "kill" and rank == 1 and step:
                 os.kill(os.getpid(), signal.SIGKILL)
-            if what == "stop" and rank and step:
+            if what == "stop" and rank == 1 and step:
                 os.kill(os.getpid(), signal.SIGSTOP)
             if what == "save" and rank == 0 and step:
                 offload.save(model, optimizer, "nowhere")
@@ -296,37 +299,42 @@ def differ(rank: int, ranks: int, how: How, what: str) -> None:
         offload.engine_of(model).close()
 
 
-def refused(rank: int, ranks: int, how: How) -> list[str]:
-    """What knows no other ranks, asked for on all of them."""
-    model, _ = _attached(how)
-    with pytest.raises(RuntimeError) as error:
-        offload.sleep(model)
-    offload.engine_of(model).close()
-    return [str(error.value)]
-
-
 def late(rank: int, ranks: int, how: How, seeds: int) -> list[int]:
     """What is left of runs in which collectives happen when they are waited for, or at once."""
+    return _disturbed(rank, ranks, how, [random.Random(seed) for seed in range(seeds)], _begin_late)
+
+
+def delayed(rank: int, ranks: int, how: How, seeds: int) -> list[int]:
+    """What is left of runs in which each rank dawdles at other places."""
+    chances = [random.Random(seed * 10 + rank) for seed in range(seeds)]
+    return _disturbed(rank, ranks, how, chances, _dawdle)
+
+
+def _disturbed(rank: int, ranks: int, how: How, chances: list[Any], begin: Any) -> list[int]:
+    """What is left of runs in which collectives begin so."""
     found = []
-    for seed in range(seeds):
+    for chance in chances:
         model, optimizer = _attached(how)
-        group, chance = offload.engine_of(model).ranks.group, random.Random(seed)
-        for name in ("gather", "exchange"):
-            setattr(group, name, partial(_begin_late, chance, getattr(group, name)))
+        group = offload.engine_of(model).ranks.group
+        group._begun = partial(begin, chance, group._begun)
         _steps(model, optimizer, how, rank, ranks, [0, 1, 2])
         found.append(digest(values_of(model, optimizer)))
         offload.engine_of(model).close()
     return found
 
 
-def _begin_late(chance: random.Random, begin: Any, into: torch.Tensor, source: torch.Tensor) -> Any:
+def _begin_late(
+    chance: random.Random, begin: Any, what: Any, into: torch.Tensor, source: torch.Tensor, on: Any
+) -> Any:
     if chance.random() < 0.3:
-        return begin(into, source)
+        return begin(what, into, source, on)
+    before = source.clone()
     into.view(torch.uint8).fill_(0xAA)
+    source.copy_(before)  # Which may lie in the other.
     if into.is_cuda:  # Its stream is late, and the host is not.
         torch.cuda._sleep(chance.randrange(1 << 22))
-        return begin(into, source)
-    return Late(partial(begin, into, source))
+        return begin(what, into, source, on)
+    return Late(partial(begin, what, into, source, on))
 
 
 class Late:
@@ -344,20 +352,6 @@ class Late:
         if not self._over:
             self._over = True
             self._begin().wait()
-
-
-def delayed(rank: int, ranks: int, how: How, seeds: int) -> list[int]:
-    """What is left of runs in which each rank dawdles at other places."""
-    found = []
-    for seed in range(seeds):
-        model, optimizer = _attached(how)
-        group, chance = offload.engine_of(model).ranks.group, random.Random(seed * 10 + rank)
-        for name in ("gather", "exchange", "tell"):
-            setattr(group, name, partial(_dawdle, chance, getattr(group, name)))
-        _steps(model, optimizer, how, rank, ranks, [0, 1, 2])
-        found.append(digest(values_of(model, optimizer)))
-        offload.engine_of(model).close()
-    return found
 
 
 def _dawdle(chance: random.Random, do: Any, *args: Any) -> Any:
@@ -411,6 +405,52 @@ def pipeline(rank: int, ranks: int, schedule: str, attached: bool, micro: int) -
     return found
 
 
+def sent_by_level(rank: int, ranks: int, how: How) -> list[tuple[int, int]]:
+    """Bytes that a step sends over columns, and those of the formula; then the same of rows."""
+    model, optimizer = _attached(how)
+    engine = offload.engine_of(model)
+    group, (rows, shards), found = engine.ranks.group, how.mesh, Counter[bool]()
+    begun, full = group._begun, engine.plan.profile.full
+
+    def counted(collective: Any, into: Any, source: Any, on: Any) -> Any:
+        if on in (group._column, group._row):
+            parts, part = dist.get_world_size(on), min(into.nbytes, source.nbytes)
+            size = part if into.nbytes > source.nbytes else part // parts
+            found[on is group._row] += size * (parts - 1)
+        return begun(collective, into, source, on)
+
+    _steps(model, optimizer, how, rank, ranks, [0, 1])
+    before, group._begun = group.sent_bytes, counted
+    _steps(model, optimizer, how, rank, ranks, [2])
+    assert group.sent_bytes - before == found[True] + found[False]
+    uses = [op.value.unit for op in _collectives(engine) if op.verb is Verb.GATHER]
+    once, every = (sum(full[unit].weight_bytes for unit in of) for of in (set(uses), uses))
+    size = how.micro * sum(unit.gradient_bytes for unit in full)
+    engine.close()
+    wanted = (once + size) * (rows - 1) // ranks, (every + size) * (shards - 1) // shards
+    pairs = [(found[row], wanted[row]) for row in (False, True)]
+    return pairs[: 1 + (how.micro == 1)]  # Else some weights are in slots yet.
+
+
+def edit(rank: int, ranks: int, how: How) -> int:
+    """What is left of a run in which weights are changed between steps."""
+    model, optimizer = _attached(how)
+    for step in range(3):
+        _steps(model, optimizer, how, rank, ranks, [step])
+        other = torch.randn(37, 47, generator=torch.Generator().manual_seed(step))
+        with torch.no_grad():
+            model(torch.tensor([[1, 2]]))
+            model.head.weight.copy_(other)
+    found = digest(values_of(model, optimizer))
+    offload.engine_of(model).close()
+    return found
+
+
+@torch.no_grad()
+def _edit(block: Any, *_: Any) -> None:
+    block.down.weight.copy_(torch.tensor(2.0))
+
+
 def sent(rank: int, ranks: int, how: How) -> tuple[int, int, int]:
     """Bytes that a step sends, those of its program, and those of the formula: each unit's weights
     once for each gathering, its gradient once, to every other rank its part."""
@@ -420,15 +460,21 @@ def sent(rank: int, ranks: int, how: How) -> tuple[int, int, int]:
     before = engine.ranks.group.sent_bytes
     _steps(model, optimizer, how, rank, ranks, [2])
     found = engine.ranks.group.sent_bytes - before
-    phases = compile_program(engine.plan).phases
-    ops = [op for name in ("forward", "backward_first") for op in phases[name].ops]
-    planned = sum(op.bytes for op in ops if op.lane is Lane.COMM)
+    ops = _collectives(engine)
+    planned = sum(op.bytes for op in ops)
     full = engine.plan.profile.full
     gathered = [op.value.unit for op in ops if op.verb is Verb.GATHER]
     weights = sum(full[unit].weight_bytes for unit in gathered)
     gradients = sum(unit.gradient_bytes for unit in full)
     engine.close()
     return found, planned, (weights + gradients) * (ranks - 1) // ranks
+
+
+def _collectives(engine: Any) -> list[Any]:
+    """The ops of a step that send something to other ranks."""
+    phases = compile_program(engine.plan).phases
+    ops = [op for name in ("forward", "backward_first") for op in phases[name].ops]
+    return [op for op in ops if op.lane is Lane.COMM]
 
 
 def train_by_fsdp(rank: int, ranks: int, how: How) -> dict[str, torch.Tensor]:
@@ -447,37 +493,3 @@ def train_by_fsdp(rank: int, ranks: int, how: How) -> dict[str, torch.Tensor]:
         optimizer.step()
         optimizer.zero_grad()
     return {name: value.full_tensor().detach() for name, value in model.state_dict().items()}
-
-
-def kept(rank: int, ranks: int, how: How) -> str:
-    """What an attach says that is refused on all ranks, and leaves the model as it was."""
-    torch.manual_seed(rank)
-    model = Model().to(how.dtype)
-    before = [one.detach().clone() for one in model.parameters()]
-    optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(ValueError) as error:
-        offload.attach(model, optimizer, offload.Config(**MEMORY))
-    for one, wanted in zip(model.parameters(), before, strict=True):
-        assert type(one) is nn.Parameter
-        assert torch.equal(one, wanted)
-    return str(error.value)
-
-
-def misfit(rank: int, ranks: int, how: How) -> list[str]:
-    """What values of other parameters say, and one that torch spreads over all elements."""
-    model, _ = _attached(how)
-    how.loss(model, rank).backward()
-    block, head, said = model.blocks[0], model.head, []
-    for ask in (
-        lambda: setattr(head.weight, "grad", torch.zeros(3)),
-        lambda: setattr(head.weight, "grad", block.up.weight.grad),
-        lambda: head.weight.detach().copy_(block.up.weight.detach()),
-    ):
-        with pytest.raises((ValueError, RuntimeError)) as error:
-            ask()
-        said.append(str(error.value))
-    with torch.no_grad():
-        head.weight.copy_(torch.tensor(2.0))
-    assert bool((offload.local(head.weight)[1] == 2).all())
-    offload.engine_of(model).close()
-    return said

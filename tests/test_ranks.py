@@ -175,10 +175,15 @@ def test_boxes_are_the_elements_of_a_range(sizes: tuple[int, ...], ranks: int) -
 
 
 def test_what_knows_no_other_ranks_is_refused(two: World) -> None:
-    two.begin("refused", How())
+    two.begin("ranks_refused.refused", How())
     for one in two.results():
         assert isinstance(one, list), one.text
-        assert all("is offered with one: on all ranks, offload.save" in text for text in one)
+        asleep, three, descending, *outside = one
+        assert "is offered with one: on all ranks, offload.save" in asleep
+        assert "pass such a slice of it, mesh['pp'] or mesh['pp', 'dp']" in three
+        assert "[[1], [0]]; found that they descend" in descending
+        assert all("this rank is not part of the mesh" in text for text in outside)
+    assert outside
 
 
 def test_one_rank_imports_nothing_of_it() -> None:
@@ -249,12 +254,12 @@ def test_the_example_runs_and_its_save_is_whole(
 
 
 def test_a_refused_attach_leaves_the_model_as_it_was(two: World) -> None:
-    for text in two.run("kept", How()):
+    for text in two.run("ranks_refused.kept", How()):
         assert text.startswith("the ranks attach different models")
 
 
 def test_a_value_of_another_parameter_is_refused(two: World) -> None:
-    for said in two.run("misfit", How()):
+    for said in two.run("ranks_refused.misfit", How()):
         assert "was given a value of (3,)" in said[0]
         assert "of this parameter" in said[1]
 

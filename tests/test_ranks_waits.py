@@ -3,6 +3,7 @@ rank raises or hangs."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -88,6 +89,16 @@ SITES = {
     "order: until all are there": Site(
         "order", "            if not kinds.isdisjoint(busy):\n                continue\n", ""
     ),
+    "two levels: for the column, before weights go around in the row": Site(
+        "two_level_group",
+        "self.wait(self._gather(mine, part, self._column))",
+        "self._gather(mine, part, self._column)",
+    ),
+    "two levels: for the row, before its gradients are added": Site(
+        "two_level_group",
+        "self.wait(self._exchange(into, source, self._row))",
+        "self._exchange(into, source, self._row)",
+    ),
     "order: followed only where all know it": Site(
         "order", "deque(known) if same and known is not None", "deque(known) if known is not None"
     ),
@@ -130,13 +141,24 @@ def test_the_sites_are_in_the_source() -> None:
 
 @pytest.mark.parametrize("name", SITES)
 def test_what_is_taken_out_is_missed(name: str, tmp_path: Path) -> None:
-    site = SITES[name]
+    assert missed(SITES[name], tmp_path)
+
+
+@pytest.mark.parametrize("file", sorted({site.file for site in SITES.values()}))
+def test_where_nothing_is_taken_out_nothing_is_missed(file: str, tmp_path: Path) -> None:
+    assert not missed(Site(file, "", ""), tmp_path)
+
+
+def missed(site: Site, tmp_path: Path) -> bool:
+    """Whether ranks without a site are seen to be."""
     text = (ROOT / f"offload/parallel/{site.file}.py").read_text()
     source = text.replace(site.present, site.absent)
-    whole = World(2, tmp_path)
-    less = World(2, tmp_path, other=(f"offload.parallel.{site.file}", source))
+    mesh = (2, 2) if site.file == "two_level_group" else ()
+    whole = World(4 if mesh else 2, tmp_path)
+    less = World(whole.ranks, tmp_path, other=(f"offload.parallel.{site.file}", source))
+    hows = [replace(of(how, tmp_path), mesh=mesh) for how in HOW.values()]
     try:
-        assert any(_missed(whole, less, of(how, tmp_path)) for how in HOW.values()), name
+        return any(_missed(whole, less, how) for how in hows)
     finally:
         whole.close()
         less.close()
@@ -157,9 +179,10 @@ def test_work_on_the_wrong_stream_is_a_race(tmp_path: Path) -> None:
 
 def _missed(whole: World, less: World, how: How) -> bool:
     wanted: list[Trained] = whole.run("train", how)
-    usual, ours = [whole.run("diverge", How("unused", config={"shard": 3}))], []
+    other = How("unused", config={"shard": 3}, mesh=how.mesh)
+    usual, ours = [whole.run("diverge", other)], []
     try:
-        for job, args in (("late", (how, 2)), ("diverge", (How("unused", config={"shard": 3}),))):
+        for job, args in (("late", (how, 2)), ("diverge", (other,))):
             less.begin(job, *args)
             found = less.results(HANGS_S)
             if any(one is None or isinstance(one, Failed) for one in found):
@@ -173,6 +196,6 @@ def _missed(whole: World, less: World, how: How) -> bool:
             return True
     return any(
         not torch.equal(ours[1][rank][key][1], value)
-        for rank in range(2)
+        for rank in range(whole.ranks)
         for key, (_, value) in usual[0][rank].items()
     )

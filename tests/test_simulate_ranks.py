@@ -103,6 +103,7 @@ def test_a_collective_takes_the_slower_axis_and_its_hops() -> None:
     machine = replace(machine, nic_exchange=2)
     assert seconds_of(op, machine, 8) == 10 + 0.5 + 0.25 * (3 + 1)
     assert seconds_of(replace(op, verb=Verb.EXCHANGE), machine, 8) == 20 + 0.5 + 1.0
+    assert seconds_of(op, replace(machine, axes_in_turn=True), 8) == 6 + 10 + 0.5 + 1.0
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,9 @@
 
 [Note: Saves over ranks]
 All ranks call a save. A segment of a unit is cut in one range a rank, so its values in order are
-those of the first rank, then those of the second: each rank reads its chunks in the order in which
-they lie, as with one process, and sends them in its turn. The window is one chunk. All ranks meet
-before each unit, so that a save which has failed on the first ends on all of them.
+those of the rank at the first position, then those of the next: each rank reads its chunks in the
+order in which they lie, as with one process, and sends them in its turn. The window is one chunk.
+All ranks meet before each unit, so that a save which has failed on the first ends on all of them.
 """
 
 from __future__ import annotations
@@ -102,13 +102,13 @@ def _of_all(
     """The parts of all ranks in the order of one process, to the first; `mine` are those of this
     rank, and last on the first its buffers."""
     ranks, device = engine.ranks, engine.runner.device
-    full, count = engine.plan.profile.full, ranks.group.ranks
-    profiles = [profile_of(full, sharding=Sharding(rank, count)) for rank in range(count)]
+    full, count, order = engine.plan.profile.full, ranks.group.ranks, ranks.group.order
+    profiles = [profile_of(full, sharding=Sharding(at, count)) for at in range(count)]
     for unit, whole in enumerate(full):
         if ranks.failed(bool(failed)):
             return
         for at, segment in enumerate(whole.segments):
-            for rank, profile in enumerate(profiles) if frozen or segment.trainable else ():
+            for rank, profile in zip(order, profiles) if frozen or segment.trainable else ():
                 for _, pieces in sorted(profile.by_chunk(unit).items()):
                     first = whole.parameters[pieces[0].parameter]
                     if first.segment != at:

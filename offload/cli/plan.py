@@ -94,8 +94,8 @@ class Plan:
     are entries. 4: each matrix is. The device holds up to six units; auto: as few as fit."""
 
     exchange: Literal["levels", "flat"] = "levels"
-    """Between nodes. levels: a node sums the gradients of its ranks first. flat: each rank sends
-    its own, which is what the engine does so far."""
+    """Between nodes. levels: a node sums the gradients of its ranks first, as over a mesh of
+    (nodes, gpus). flat: each rank sends its own, as over a mesh of one dimension, or none."""
 
     json: bool = False
     """One JSON object on standard output, nothing else there."""
@@ -167,7 +167,9 @@ def estimated(asked: Plan) -> Estimate:
     here = asked.gpus or cluster.gpus
     if here > cluster.gpus:
         raise ValueError(f"--gpus {here}: {asked.machine} has {cluster.gpus}")
-    machine = cluster.machine(asked.nodes, here, 2 if asked.exchange == "levels" else here)
+    levels = asked.exchange == "levels"
+    machine = cluster.machine(asked.nodes, here, 1 if levels else here)
+    machine = replace(machine, axes_in_turn=levels)
     model, layout = _fitting(asked, machine, here * asked.nodes)
     flops = cluster.gpu_flops_per_s * cluster.compute_share
     tokens, last = asked.batch * asked.seq_len, len(layout.profile.units) - 1
@@ -312,8 +314,9 @@ def _notes(found: Estimate) -> Iterator[str]:
             f"--parts {found.model.parts}: so many units of a block, which are entries of a list "
             "in the model then"
         )
-    if asked.nodes > 1 and asked.exchange == "levels":
-        yield "so far the engine sends gradients as --exchange flat has it"
+    if asked.nodes > 1 and found.ranks > asked.nodes and asked.exchange == "levels":
+        sizes = f"({asked.nodes}, {found.ranks // asked.nodes})"
+        yield f"--exchange levels: give attach a mesh of {sizes}; else gradients go --exchange flat"
 
 
 def as_json(found: Estimate) -> dict[str, Any]:

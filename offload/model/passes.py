@@ -191,6 +191,8 @@ class Passes:
 
     def weights_changed(self, unit: int) -> None:
         """The home of a unit's weights changes: what is fetched or to be fetched of them is old."""
+        if self.ranks is not None:
+            self.ranks.changes(unit)
         self.pause()
         self.invalidate(unit)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from types import NoneType
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from offload.parallel.flat_shard import FlatShard
 from offload.parallel.gradients import SummedGradients
 from offload.parallel.group import Group
 from offload.parallel.ranks import Ranks
+from offload.parallel.two_level_group import TwoLevelGroup, levels_of
 from offload.runtime.device import Device
 from offload.runtime.runner import Runner
 
@@ -32,21 +34,13 @@ def join(mesh: Any, device: Device, config: Config) -> Group | None:
     Raises:
         ValueError: the mesh cannot be used.
     """
-    group = mesh
-    if isinstance(mesh, DeviceMesh):
-        if mesh.ndim != 1:
-            raise ValueError(
-                f"attach: asked for a mesh of {mesh.ndim} dimensions {mesh.mesh_dim_names}; found "
-                "that one is needed, over whose ranks the model is cut: pass a part of it, "
-                "mesh['dp']"
-            )
-        group = mesh.get_group()
-    elif mesh is not None and not isinstance(mesh, dist.ProcessGroup):
+    groups = levels_of(mesh) if isinstance(mesh, DeviceMesh) else [mesh]
+    if not isinstance(mesh, (DeviceMesh, dist.ProcessGroup, NoneType)):
         raise TypeError(
-            f"attach: mesh is a {type(mesh).__name__}: pass a DeviceMesh of one dimension, "
+            f"attach: mesh is a {type(mesh).__name__}: pass a DeviceMesh of one or two dimensions, "
             "torch.distributed.init_device_mesh(kind, (ranks,)), or a process group"
         )
-    if dist.get_rank(group) < 0:
+    if not groups or dist.get_rank(groups[0]) < 0:
         raise ValueError(
             "attach: this rank is not part of the mesh: attach on the ranks of the mesh alone"
         )
@@ -55,7 +49,10 @@ def join(mesh: Any, device: Device, config: Config) -> Group | None:
             "Config.durable with several ranks: committed are runs of one process so far: save "
             "model.state_dict() and optimizer.state_dict(), which all ranks call"
         )
-    return Group(group, device, config.comm_timeout) if dist.get_world_size(group) > 1 else None
+    if isinstance(mesh, DeviceMesh) and len(groups) > 1:
+        return TwoLevelGroup(mesh, device, config.comm_timeout)
+    alone = dist.get_world_size(groups[0]) == 1
+    return None if alone else Group(groups[0], device, config.comm_timeout)
 
 
 @contextmanager

@@ -93,7 +93,7 @@ class SummedGradients(Gradients):
     def fold(self, unit: int, part_of: Callable[[int], torch.Tensor]) -> None:
         """Add the parts of all ranks to what is kept here."""
         runner, stored, every = self._runner, self._stored[unit], self.units[unit].trainable
-        ranks, at_home = range(self._ranks.group.ranks), self._plan.gradient_slot[unit] is None
+        ranks, at_home = range(self._ranks.group.folds), self._plan.gradient_slot[unit] is None
         adds = bool(stored) and not at_home
         for turn in [[rank] for rank in ranks] if adds else [ranks]:
             (task,) = runner.start(

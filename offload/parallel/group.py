@@ -62,14 +62,18 @@ class Message(NamedTuple):
 class Group:
     """The ranks of a process group; every call is one that all of them make."""
 
-    def __init__(self, group: Any, device: Device, timeout_s: float):
-        """Of a process group that is there."""
+    def __init__(self, group: Any, device: Device, timeout_s: float, ranks: Sequence[int] = ()):
+        """Of a process group that is there, or of these `ranks`, some of which are in it."""
         group = group or dist.group.WORLD
         backends = str(dist.get_backend_config(group))
-        self._group = _own(group, backends)
+        self._group = own_group(group, backends, tuple(ranks))
         self._device, self._timeout_s = device, timeout_s
-        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
-        self._talk = self._group if "cpu:" in backends else _own(group, "gloo")
+        self.rank, self.ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
+        self.order: Sequence[int] = range(self.ranks)
+        """The ranks in the order in which a model is cut over them."""
+        self.folds = self.ranks
+        """How many parts of a gradient come to its owner in an exchange, to be added in order."""
+        self._talk = self._group if "cpu:" in backends else own_group(group, "gloo", tuple(ranks))
         """For what lies in CPU memory: messages, sums, values. No stream of a device waits."""
         self.apart = device.new_stream()
         """In this context collectives of slots begin: whoever begins one has waited for its slots,
@@ -83,6 +87,11 @@ class Group:
         """What has ended all exchange with the others."""
         self._told = False
         self._seen = 0
+
+    @property
+    def position(self) -> int:
+        """Which part of the model this rank has."""
+        return self.order.index(self.rank)
 
     def make_room(self, members: int) -> None:
         """Let messages have room for sets of so many parameters."""
@@ -138,7 +147,8 @@ class Group:
         names = ("states", "gradient_dtype", "max_grad_norm", "reduce", "micro_batches")
         fields = (f"{name}={getattr(config, name)!r}" for name in names)
         profile = plan.profile
-        self._compare(torch.__version__, *fields, profile.sharding.keeps, *profile.full, self._seen)
+        cut = replace(profile.sharding, position=0)
+        self._compare(torch.__version__, *fields, cut, *profile.full, self._seen)
 
     def require_alike_values(self) -> None:
         """Refuse ranks that have given another value to what was on the meta device.
@@ -162,15 +172,29 @@ class Group:
 
     # -- collectives ---------------------------------------------------------------------------
 
-    def gather(self, into: torch.Tensor, part: torch.Tensor) -> Any:
-        """Begin to gather a part from each rank, in their order."""
-        self.sent_bytes += part.nbytes * (self.ranks - 1)
-        return self._begun(_all_gather, into, part, self._group)
+    def gather(
+        self,
+        into: torch.Tensor,
+        part: torch.Tensor,
+        column: torch.Tensor | None = None,
+        there: bool = False,
+    ) -> Any:
+        """Begin to gather a part from each rank, in the order of their positions. Over two levels
+        what a column has stays in `column`, or is `there` from before."""
+        return self._gather(into, part, self._group)
 
     def exchange(self, into: torch.Tensor, source: torch.Tensor) -> Any:
-        """Begin to send each rank its part of `source`; their parts come in their order."""
-        self.sent_bytes += source.nbytes // self.ranks * (self.ranks - 1)
-        return self._begun(dist.all_to_all_single, into, source, self._group)
+        """Begin to send each rank its part of a gradient, `source`; `folds` parts come in order."""
+        return self._exchange(into, source, self._group)
+
+    def _gather(self, into: torch.Tensor, part: torch.Tensor, on: Any) -> Any:
+        self.sent_bytes += into.nbytes - part.nbytes
+        return self._begun(_all_gather, into, part, on)
+
+    def _exchange(self, into: torch.Tensor, source: torch.Tensor, on: Any) -> Any:
+        self.sent_bytes += source.nbytes - source.nbytes // dist.get_world_size(on)
+        pair = into.view(torch.uint8), source.view(torch.uint8)
+        return self._begun(dist.all_to_all_single, *pair, on)
 
     def all_of(self, part: torch.Tensor) -> list[torch.Tensor]:
         """A tensor of each rank, all of one shape; waits."""
@@ -311,11 +335,11 @@ class Group:
 
 
 @cache
-def _own(group: Any, backend: str) -> Any:
-    """The same ranks as a group of the engine's own: else a collective of the user's on one rank
-    could take, or give, the bytes of one of the engine's on another."""
-    ranks = dist.get_process_group_ranks(group)
-    return dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+def own_group(group: Any, backend: str, ranks: tuple[int, ...] = ()) -> Any:
+    """The same ranks, or these, as a group of the engine's own: else a collective of the user's on
+    one rank could take, or give, the bytes of one of the engine's on another."""
+    every = list(ranks) or dist.get_process_group_ranks(group)
+    return dist.new_group(every, backend=backend, use_local_synchronization=True)
 
 
 class _Failing:

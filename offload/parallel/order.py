@@ -49,6 +49,9 @@ class Kind(IntEnum):
     """All ranks save or load, with whether this one has failed."""
 
 
+CHANGED = 2
+"""In the unit of an OPEN: weights have changed on this rank."""
+
 ORDERS_MAX = 64
 """Orders that are kept: there is no end of them where they depend on the data."""
 
@@ -99,11 +102,12 @@ class Order:
         """Whether the rest of the pass is known, and nothing of this unit is in it."""
         return self._queue is not None and all(one.unit != unit for one in self._queue)
 
-    def open(self, key: object) -> None:
-        """A pass begins; `key` is what its order depends on."""
+    def open(self, key: object, *, changed: bool = False) -> None:
+        """A pass begins; `key` is what its order depends on. All are told if weights have
+        `changed` since the one before."""
         known = None if self._doubts else self._known.get(key)
         mark = zlib.crc32(repr((key, known)).encode())
-        said = self._tell(Message(Kind.OPEN, known is not None, mark))
+        said = self._tell(Message(Kind.OPEN, (known is not None) + CHANGED * changed, mark))
         same = all(one == said[0] for one in said)
         self._key, self._done = key, []
         self._alike, self._left = same, False

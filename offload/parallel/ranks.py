@@ -13,8 +13,9 @@ gradient that is made meanwhile, and a use waits for its own gather, not for the
 [Note: Sums over ranks]
 An owner gets the gradients of all ranks and adds them to what it keeps one after the other, in the
 order of ranks, by the rounding of a micro-batch. So N ranks with A micro-batches each sum as one
-process does that takes the N * A in turn. Where a parameter got no gradient on a rank, that rank
-sends -0.0, which added to any number is that number.
+process does that takes the N * A in turn. Over two levels what comes are sums already, see [Note:
+Two levels]. Where a parameter got no gradient on a rank, that rank sends -0.0, which added to any
+number is that number.
 """
 
 from __future__ import annotations
@@ -35,13 +36,14 @@ from offload.model.parameter import OffloadedParameter
 from offload.model.passes import Entry, Passes
 from offload.model.snapshots import Key, Snapshots
 from offload.parallel.flat_shard import FlatShard
-from offload.parallel.group import Group
-from offload.parallel.order import Kind, Order, Request
+from offload.parallel.group import Group, Message
+from offload.parallel.order import CHANGED, Kind, Order, Request
 from offload.planning.layout import Place
 from offload.planning.profile import ITEM_BYTES, Sharding, shard_of
 from offload.program.compile import collected, exchange
 from offload.program.ops import Use, Value, Verb
 from offload.runtime.entry import EngineError
+from offload.runtime.memory import typed
 from offload.runtime.runner import Runner, Task
 
 _ALONE: Any = (
@@ -65,7 +67,11 @@ class Ranks:
         """Whether it shows states, too."""
         self.group, self._runner, self._passes = group, runner, passes
         self._plan, self._full = runner.plan, runner.plan.profile.full
-        self._order = Order(group.tell, self._serve)
+        self._order = Order(self._tell, self._serve)
+        self._in_columns: set[int] = set()
+        """Units of which the device has what its column does; the same ones on all ranks."""
+        self._changed = False
+        """Whether weights have, since a pass began."""
         self._flying: deque[tuple[Task | None, list[Any], Callable[[], None]]] = deque()
         """Collectives that have begun, of which op, and what to do when they are over."""
         self._used: list[Entry] = []
@@ -87,7 +93,29 @@ class Ranks:
     def opened(self, verb: Verb, held: Mapping[Place, int]) -> None:
         """A pass begins, on all ranks."""
         gathered = sorted((at.number, u) for at, u in held.items() if at.use == "full_weight")
-        self._order.open((verb.value, tuple(gathered)))
+        changed, self._changed = self._changed, False
+        self._order.open((verb.value, tuple(gathered)), changed=changed)
+
+    def _tell(self, message: Message) -> list[Message]:
+        """A round. Where weights changed on any rank, no column has them."""
+        said = self.group.tell(message)
+        if any(one.kind == Kind.OPEN and one.unit & CHANGED for one in said):
+            self._in_columns.clear()
+        return said
+
+    def changes(self, unit: int) -> None:
+        """Weights of this rank change; all ranks hear it when its next pass begins.
+
+        Raises:
+            RuntimeError: other ranks would use the old ones in this pass, as the column has them.
+        """
+        self._changed = True
+        if unit in self._in_columns and self._passes.verb is not None:
+            raise RuntimeError(
+                f"{self._full[unit].name} was changed inside a forward or backward, for which a "
+                "part of it is kept on several ranks: change weights between them, or give "
+                "Config(shard=2)"
+            )
 
     def closed(self) -> None:
         """The pass is over: what other ranks still need of it is done first."""
@@ -156,23 +184,21 @@ class Ranks:
             self.group.wait(work)
 
     def _gathered(self, unit: int, here: torch.Tensor, into: torch.Tensor) -> list[Any]:
+        count, there = self._plan.profile.sharding.column, unit in self._in_columns
+        if not count:
+            return [self.group.gather(into[f], here[p]) for f, p in self._segments(unit)]
+        kept = self._runner.memory.at(Use(Place("device", "column", unit), Value("weight", unit)))
+        self._in_columns.add(unit)
         return [
-            self.group.gather(into[full], here[part])
-            for full, part in self._segments(unit, "weight")
+            self.group.gather(into[f], here[p], kept[count * p.start : count * p.stop], there)
+            for f, p in self._segments(unit)
         ]
 
-    def _segments(self, unit: int, kind: str) -> Iterator[tuple[slice, slice]]:
-        """The bytes of each segment in a full unit, and in its shard."""
+    def _segments(self, unit: int) -> Iterator[tuple[slice, slice]]:
+        """The bytes of each segment in the weights of a full unit, and in those of its shard."""
         for full, part in zip(self._full[unit].segments, self._plan.profile.units[unit].segments):
-            if kind == "weight":
-                item, at, mine = ITEM_BYTES[full.dtype], full.weight_offset, part.weight_offset
-            elif full.trainable:
-                item, at = ITEM_BYTES[full.gradient_dtype], full.gradient_offset
-                mine = part.gradient_offset
-            else:
-                continue
-            size, own = full.elements * item, part.elements * item
-            yield slice(at, at + size), slice(mine, mine + own)
+            at, mine, item = full.weight_offset, part.weight_offset, ITEM_BYTES[full.dtype]
+            yield slice(at, at + full.elements * item), slice(mine, mine + part.elements * item)
 
     def _land(self, last: Task | None = None) -> None:
         """Wait for the collectives that have begun: for all, or up to that of the op `last`."""
@@ -251,25 +277,28 @@ class Ranks:
         """Take part in the exchange of a gradient of which nothing came here."""
         reserve = Use(Place("device", "reserve"), Value("gradient", unit))
         source = self._runner.memory.at(reserve)
-        for segment, (full, _) in zip(self._full[unit].segments, self._segments(unit, "gradient")):
-            source[full].view(getattr(torch, segment.gradient_dtype)).fill_(-0.0)
+        for segment in self._gradients(unit, source):
+            segment.fill_(-0.0)
         self._flying.append((None, self._exchange(unit, source), partial(self._fold, unit)))
 
     def _exchange(self, unit: int, source: torch.Tensor) -> list[Any]:
         came = self._runner.memory.at(Use(self._exchanged, Value("gradient", unit)))
-        return [
-            self.group.exchange(came[full], source[full])
-            for full, _ in self._segments(unit, "gradient")
-        ]
+        pairs = zip(self._gradients(unit, came), self._gradients(unit, source))
+        return [self.group.exchange(*pair) for pair in pairs]
+
+    def _gradients(self, unit: int, flat: torch.Tensor) -> Iterator[torch.Tensor]:
+        """The gradient of each segment that is trained, in that of a full unit."""
+        for one in self._full[unit].segments:
+            if one.trainable:
+                yield typed(flat, one.gradient_dtype, one.gradient_offset, (one.elements,))
 
     def _fold(self, unit: int) -> None:
         came = self._runner.memory.at(Use(self._exchanged, Value("gradient", unit)))
-        parts = [
-            came[full].view(self.group.ranks, -1) for full, _ in self._segments(unit, "gradient")
-        ]
+        every = (one.view(torch.uint8) for one in self._gradients(unit, came))
+        parts = [one.view(self.group.ranks, -1) for one in every]
 
-        def part_of(rank: int) -> torch.Tensor:
-            return torch.cat([part[rank] for part in parts]) if parts[1:] else parts[0][rank]
+        def part_of(at: int) -> torch.Tensor:
+            return torch.cat([part[at] for part in parts]) if parts[1:] else parts[0][at]
 
         self.gradients.fold(unit, part_of)
 
@@ -285,7 +314,7 @@ class Ranks:
         rows = sorted({repr(one) for of in step.values() for one in of.values()})
         text = repr((self._backwards, mine, rows))
         said = self._order.meet(Kind.STEP, 0, zlib.crc32(text.encode()))
-        backwards, self._backwards = self._backwards, 0
+        backwards, self._backwards, self._changed = self._backwards, 0, True
         if all(one == said[0] for one in said):
             self.group.step += 1
             return
@@ -413,12 +442,12 @@ class Ranks:
         self._land()
         self._order.meet(Kind.VALUES, unit, parameter)
         full, ranks = self._full[unit], self.group.ranks
-        shards = (shard_of(full, Sharding(rank, ranks)) for rank in range(ranks))
+        shards = (shard_of(full, Sharding(at, ranks)) for at in range(ranks))
         counts = [one.parameters[parameter].elements for one in shards]
         padded = here.new_zeros(max(*counts, 1))
         padded[: here.numel()] = here.reshape(-1)
         rows = self.group.all_of(padded)
-        found = torch.cat([row[:count] for row, count in zip(rows, counts)])
+        found = torch.cat([rows[rank][:n] for rank, n in zip(self.group.order, counts)])
         return found.view(full.parameters[parameter].shape)
 
     def part(self, unit: int, parameter: int, value: torch.Tensor) -> torch.Tensor:

@@ -43,9 +43,10 @@ STAGES = 2
 """Slots of each staging ring (slots of a tier that passing values share) for values of units; of
 one size class also those of full weights, one in use and one being gathered."""
 
-FULL = "full_weight", "full_gradient", "exchange", "reserve"
+FULL = "full_weight", "full_gradient", "exchange", "reserve", "column"
 """Uses of slots that hold values of full units, see [Note: Shards] of `profile`: what is gathered,
-what is to be exchanged, what came in exchange, and what only other ranks asked for."""
+what is to be exchanged, what came in exchange, and what only other ranks asked for; and of a part
+of each unit, what a column of ranks has, where that is kept."""
 
 ALLOCATOR_ROUND_BYTES = 512
 ALLOCATOR_SPLIT_BYTES = 1 << 20
@@ -153,6 +154,8 @@ class Plan:
 
     def size_at(self, place: Place, kind: Kind, unit: int) -> int:
         """Size of a value at a place."""
+        if place.use == "column":
+            return self.profile.sharding.column * self.bytes_of(kind, unit)
         if place.use in FULL:
             one = self.profile.full[unit]
             return one.weight_bytes if kind == "weight" else one.gradient_bytes
@@ -381,6 +384,9 @@ class _Memory:
         self.full_gradient = self.shared_slots("full_gradient", units, every, gradients, STAGES)
         self.ring("device", "exchange", max(gradients, default=0), 1)
         self.ring("device", "reserve", max((*weights, *gradients), default=0), 1)
+        for number, unit in enumerate(profile.units if profile.sharding.column else ()):
+            size = profile.sharding.column * unit.weight_bytes
+            self.slots[Place("device", "column", number)] = self.take("device", size)
 
     def shared_slots(
         self, use: str, units: Sequence[Unit], away: Sequence[bool], sizes: Sequence[int], most: int

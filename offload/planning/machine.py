@@ -3,9 +3,9 @@
 [Note: What ranks share]
 A machine is what one rank sees while all others do the same: memory, drives, NICs and PCIe that
 several use are divided by them. A collective goes along two axes, inside a node and between nodes.
-It takes as long as the slower axis for what a rank sends there, and a hop to each neighbour in
-turn. What goes between nodes passes the device's PCIe beside the copies, in both directions: where
-that is too slow for both, each has half of it, or the one what the other leaves.
+It takes as long as the slower axis for what a rank sends there, or as both, and a hop to each
+neighbour in turn. What goes between nodes passes the device's PCIe beside the copies, in both
+directions: where that is too slow for both, each has half of it, or the one what the other leaves.
 
 `probe` reads this host. `offload bench nvme` saves the speeds of drives in a file of the user's
 cache, and `probe` reads that file.
@@ -59,8 +59,11 @@ class Machine:
     hop_seconds: float = 0.0
     """From one rank to the next in a collective."""
     nic_exchange: float = 1.0
-    """Bytes between nodes for each of a gradient that is exchanged: 1 where a node sends its sum in
-    the gradient's dtype, 2 in one twice as wide, the ranks of a node where each sends its own."""
+    """Bytes between nodes for each of a gradient that is exchanged: 1 where a node sends its sum,
+    the ranks of a node where each sends its own."""
+    axes_in_turn: bool = False
+    """Collectives go along one axis and then the other, as over a mesh of two dimensions; else
+    along both at once."""
 
     def axes(self, sent: int, ranks: int, *, sums: bool) -> tuple[float, float]:
         """Bytes that a rank sends inside its node and to others in a collective in which it sends

@@ -10,9 +10,10 @@ at most `Unit.chunk_elements` consecutive elements of one trainable segment.
 [Note: Shards]
 Over several ranks a unit has two layouts. The *full* one is that of its slots on the device, with
 every parameter in its shape. Each of its segments is cut into as many equal ranges as there are
-ranks, and the ranges of one rank are its *shard*, a unit of flat parameters: that is what has
-homes, chunks and records. Cuts fall at leaves of the norm, so no result depends on them. With one
-rank both are the same object.
+ranks, and those at a rank's position are its *shard*, a unit of flat parameters: that is what has
+homes, chunks and records. The position is the rank itself, but for [Note: Two levels] of
+`parallel`. Cuts fall at leaves of the norm, so no result depends on them. With one rank both are
+the same object.
 """
 
 from __future__ import annotations
@@ -194,11 +195,15 @@ class Unit:
 class Sharding:
     """How a model is cut over ranks, see [Note: Shards]."""
 
-    rank: int = 0
+    position: int = 0
+    """Which of the equal ranges this rank has."""
     ranks: int = 1
     keeps: bool = False
     """Whether gathered weights stay on the device until they are updated (ZeRO-2); else until
     others need their slot (ZeRO-3)."""
+    column: int = 0
+    """The ranks of a column, whose parts of a unit stay on the device from their first gathering
+    until a weight changes, see [Note: Two levels] of `parallel`; 0 where they do not."""
 
 
 ALONE = Sharding()
@@ -272,7 +277,7 @@ class Profile:
         if at.ranks == 1:
             return [slice(0, full.weight_bytes)]
         sizes = [one.elements * ITEM_BYTES[one.dtype] for one in shard.segments]
-        starts = [w.weight_offset + at.rank * size for w, size in zip(full.segments, sizes)]
+        starts = [w.weight_offset + at.position * size for w, size in zip(full.segments, sizes)]
         return [slice(start, start + size) for start, size in zip(starts, sizes)]
 
     def by_chunk(
@@ -380,7 +385,7 @@ def shard_of(unit: Unit, sharding: Sharding) -> Unit:
             chunks += _cut(at, one, unit.chunk_elements)
     for whole in unit.parameters:
         elements = segments[whole.segment].elements
-        begin = sharding.rank * elements
+        begin = sharding.position * elements
         start, stop = (
             min(max(edge, begin), begin + elements)
             for edge in (whole.start, whole.start + whole.elements)

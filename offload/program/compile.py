@@ -179,7 +179,7 @@ def arrival(plan: Plan, unit: int) -> Place:
 
 
 def exchange(plan: Plan, unit: int, deadline: int) -> list[Op]:
-    """Exchange the gradient of a unit with the other ranks."""
+    """Exchange the gradient of a unit with the other ranks; where it was collected it is lost."""
     there, value = collected(plan, unit), Value("gradient", unit)
     came = Use(Place("device", "exchange"), value)
     size = sent_bytes(plan, "gradient", unit)

@@ -120,7 +120,8 @@ def seconds_of(op: Op, machine: Machine, ranks: int = 1) -> float:
         inside, between = machine.axes(op.bytes, ranks, sums=op.verb is Verb.EXCHANGE)
         axes = inside / machine.link_bytes_per_s, between / machine.nic_bytes_per_s
         hops = ranks // machine.nodes + machine.nodes - 2
-        return max(axes) + hops * machine.hop_seconds + machine.op_seconds
+        seconds = sum(axes) if machine.axes_in_turn else max(axes)
+        return seconds + hops * machine.hop_seconds + machine.op_seconds
     speed: float = getattr(machine, speed_of(op))
     assert speed > 0, op.lane
     return op.bytes / speed + machine.op_seconds
