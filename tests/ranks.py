@@ -30,7 +30,7 @@ PATIENCE_S = 60
 
 
 class World:
-    """So many ranks; a job is the name of a function of a module, by default `tests.ranks_jobs`."""
+    """So many ranks; a job is the name of a function, by default one of `tests.ranks_jobs`."""
 
     def __init__(
         self,
@@ -131,7 +131,9 @@ def _serve(
             return
         since = time.monotonic()
         try:
-            pipe.send(getattr(module, job)(rank, ranks, *args, **options))
+            other_module, _, name = job.rpartition(".")
+            of = importlib.import_module(other_module) if other_module else module
+            pipe.send(getattr(of, name)(rank, ranks, *args, **options))
         except BaseException as error:
             seconds = time.monotonic() - since
             failed = Failed(type(error).__name__, str(error), traceback.format_exc(), seconds)

@@ -257,3 +257,14 @@ def test_a_value_of_another_parameter_is_refused(two: World) -> None:
     for said in two.run("misfit", How()):
         assert "was given a value of (3,)" in said[0]
         assert "of this parameter" in said[1]
+
+
+def test_parts_of_a_model_train_as_by_torch(two: World) -> None:
+    """More of them in `test_ranks_tensor.py`."""
+    how = How("sequence", torch.float32, config={"params": "cpu", "max_grad_norm": 0.5})
+    ours = two.run("tests.ranks_tensor.train", how)
+    plain = two.run("tests.ranks_tensor.train_by_torch", how, 1)
+    for (losses, norms, values), wanted in zip(ours, plain, strict=True):
+        assert losses == wanted[0]
+        assert norms == pytest.approx(wanted[1], rel=1e-12)
+        assert all(torch.equal(value, wanted[2][name]) for name, value in values.items())
