@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 
 import cpu_adam
 import offload
-from tests.ranks import MEMORY, How, Model
+from tests.ranks import MEMORY, Block, How, Model
 
 WIDTH, VOCABULARY, TOKENS = 48, 37, 8
 
@@ -40,7 +40,10 @@ def parallelized(how: How, mesh: Any) -> Any:
     }
     if how.kind == "sequence":
         plan["blocks.*.norm"] = SequenceParallel()
-    return parallelize_module(model, mesh, plan)
+    made = parallelize_module(model, mesh, plan)
+    if how.kind == "tied":
+        made.head.weight = made.embed.weight
+    return made
 
 
 def loss_of(model: nn.Module, number: int) -> torch.Tensor:
@@ -206,6 +209,47 @@ def touch(rank: int, ranks: int, how: How) -> list[str]:
     return said
 
 
+class Hidden:
+    """A result in which no hook sees a tensor, so that nothing tells of its backward."""
+
+    def __init__(self, value: torch.Tensor):
+        self.value = value
+
+
+class Hiding(Block):
+    def forward(self, x: torch.Tensor) -> Any:
+        return Hidden(super().forward(x))
+
+
+class Unseen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Hiding(WIDTH) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x).value
+        return x
+
+
+def unseen(rank: int, ranks: int, how: How) -> None:
+    """A backward for which no unit was brought into use has the saved weights all the same."""
+    mesh, found = meshes(ranks), list[list[torch.Tensor]]()
+    for attaches in (False, True):
+        torch.manual_seed(3)
+        plan: Any = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
+        model: Any = parallelize_module(Unseen(), mesh["tp"], plan)
+        if attaches:
+            optimizer = torch.optim.AdamW(model.parameters())
+            config = offload.Config(**MEMORY, **how.config)
+            offload.attach(model, optimizer, config, mesh=mesh["dp"])
+        model(torch.ones(2, WIDTH)).square().mean().backward()
+        found.append([here(one.grad) for one in model.parameters()])
+    for one, wanted in zip(*found, strict=True):
+        assert torch.equal(one, wanted)
+    offload.engine_of(model).close()
+
+
 def save(rank: int, ranks: int, how: How, folder: str) -> dict[str, torch.Tensor]:
     """Save after a step, by torch.distributed.checkpoint, and take another one."""
     model, optimizer, mesh = attached(how, ranks)
@@ -219,13 +263,17 @@ def save(rank: int, ranks: int, how: How, folder: str) -> dict[str, torch.Tensor
 
 
 def load(rank: int, ranks: int, how: How, folder: str) -> dict[str, torch.Tensor]:
-    """Load what other ranks have saved, and take the same step."""
+    """Load what other ranks have saved, detach, attach again, and take the same step."""
     model, optimizer, mesh = attached(how, ranks)
     _step(model, optimizer, mesh, 7, 1)  # So that there are states.
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     dcp.load(state, checkpoint_id=folder)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
+    model, optimizer = offload.detach(model)
+    assert all(type(one) is DTensor for one in model.parameters())
+    config = offload.Config(**MEMORY, **how.config)
+    model, optimizer = offload.attach(model, optimizer, config, mesh=mesh["dp"])
     _step(model, optimizer, mesh, 1, how.micro)
     return _ended(model, optimizer)
 
