@@ -116,7 +116,7 @@ def attach(
         gc.collect()  # One that was dropped, but not closed, has its memory until then.
     device, groups = compute_device(), partition(model)
     config = config if budget is None else budget.narrowed(config)
-    split, group = _split_of(model, mesh, device, config), _group_of(mesh, device, config)
+    group, split = _group_of(mesh, device, config), _split_of(model, mesh, device, config)
     found = machine or _machine(device, config, group)
     _tell_of_no_group(optimizer, groups)
     cut = partial(planned, groups, config, found, rule_of(optimizer), trains=bool(optimizer))

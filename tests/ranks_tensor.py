@@ -43,6 +43,8 @@ def parallelized(how: How, mesh: Any) -> Any:
     made = parallelize_module(model, mesh, plan)
     if how.kind == "tied":
         made.head.weight = made.embed.weight
+    for block in made.blocks if how.kind == "compiled" else ():
+        block.compile(backend="eager")
     return made
 
 

@@ -89,7 +89,9 @@ def test_the_norm_is_that_of_all_parts(
     assert_as_by_torch(worlds[ranks].run("train", how), plain)
 
 
-@pytest.mark.parametrize(("kind", "norm"), [("sequence", None), ("sequence", 0.5), ("tied", None)])
+@pytest.mark.parametrize(
+    ("kind", "norm"), [("sequence", None), ("sequence", 0.5), ("tied", None), ("compiled", None)]
+)
 def test_updates_inside_backward_have_the_same_bits(
     worlds: dict[int, World], kind: str, norm: float | None
 ) -> None:

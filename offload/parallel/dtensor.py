@@ -31,6 +31,7 @@ from offload.model.parameter import (
     Binding,
     refuse_hook,
 )
+from offload.model.snapshots import share
 from offload.parallel.group import Group
 from offload.runtime.device import Device
 from offload.runtime.torch_internals import local_part, set_local_part, with_local_part
@@ -74,7 +75,7 @@ class DTensorBinding(Binding):
 
     def bind(self, parameter: torch.Tensor, values: torch.Tensor) -> None:
         """Let it have another local tensor."""
-        set_local_part(DTensor, parameter, values)
+        set_local_part(DTensor, parameter, share(values))  # Dynamo takes none with an offset.
 
     def local(self, value: Any) -> Any:
         """The local tensor of a DTensor, once that has the placements of the parameter."""
