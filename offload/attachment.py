@@ -27,10 +27,10 @@ from offload.model.access import ParameterAccess
 from offload.model.checks import check_arguments, check_model
 from offload.model.engine import Engine, NoCommits, attached, engine_of, engines
 from offload.model.hooks import Hooks
-from offload.model.parameter import AttachedParameter, OffloadedParameter
+from offload.model.parameter import PLAIN, AttachedParameter
 from offload.model.passes import Passes
 from offload.model.snapshots import Snapshots
-from offload.model.units import FlatUnit, Group, count_change, make_plain, partition
+from offload.model.units import FlatUnit, Group, count_change, partition
 from offload.optim.optimizer import Optimizer, give_back
 from offload.optim.states import States
 from offload.optim.supported_optimizers import check_optimizer, of_no_group, rule_of
@@ -54,7 +54,7 @@ from offload.runtime.runner import Pace, Runner
 from offload.runtime.shared_budget import SharedBudget
 from offload.runtime.stats import Trace
 from offload.runtime.store import Store
-from offload.runtime.torch_internals import no_trap
+from offload.runtime.torch_internals import local_part, no_trap
 from offload.unit_plan import planned, planned_alike
 
 EXPOSED_BYTES_LEAST = 256 << 20
@@ -87,7 +87,7 @@ def attach(
             `CPUSGD`, over parameters of the model, with or without states; None serves the model
             forward-only.
         config: where things live and how much may be taken; the default finds out.
-        mesh: the ranks that the model is cut over, which attach the same one: a DeviceMesh of one
+        mesh: the ranks that the model is cut over, or its DTensors' parts are: a DeviceMesh of one
             dimension or of two, (replicate, shard), or a process group; by default all there are.
         initialize: called with each module that owns parameters on the meta device, once these
             have memory; default: the module's own `reset_parameters()`.
@@ -116,7 +116,7 @@ def attach(
         gc.collect()  # One that was dropped, but not closed, has its memory until then.
     device, groups = compute_device(), partition(model)
     config = config if budget is None else budget.narrowed(config)
-    group = _group_of(mesh, device, config)
+    group, split = _group_of(mesh, device, config), _split_of(model, mesh, device, config)
     found = machine or _machine(device, config, group)
     _tell_of_no_group(optimizer, groups)
     cut = partial(planned, groups, config, found, rule_of(optimizer), trains=bool(optimizer))
@@ -129,7 +129,7 @@ def attach(
         if config.durable is not None:
             directory = RunDirectory(config.durable, resume=config.resume)
             failed.enter_context(closing(directory))
-        how = budget, initialize or methodcaller("reset_parameters"), read, directory, group
+        how = budget, initialize or methodcaller("reset_parameters"), read, directory, group, split
         made = _Attaching(model, optimizer, config, groups, placed, device, *how).attach(pace)
         if directory is not None and made[1] is not None:
             _go_on(model, made[1], directory, config)
@@ -209,9 +209,9 @@ def detach(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer | None]:
             engine.commits.close()
             engine.commit_by(NoCommits())
         values = [
-            (parameter, engine.values_of(unit.index, at), engine.gradient_of(unit.index, at))
+            (unit, at, engine.values_of(unit.index, at), engine.gradient_of(unit.index, at))
             for unit in engine.units
-            for at, parameter in enumerate(unit.parameters)
+            for at in range(len(unit.parameters))
             if unit.index not in engine.residents
         ]  # From here on nothing large is made.
         del attached[model]
@@ -220,11 +220,23 @@ def detach(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer | None]:
         hooks.remove()
         if isinstance(vars(model).get("save_pretrained"), SavePretrained):
             del model.save_pretrained
-        for parameter, value, gradient in values:
-            make_plain(parameter, value)
-            parameter.grad = None if gradient is None else gradient.to(value.dtype)
+        for unit, at, value, gradient in values:
+            unit.make_plain(at, value)
+            if gradient is not None:
+                gradient = engine.held(unit.index, at, gradient.to(value.dtype))
+            unit.parameters[at].grad = gradient
         engine.close()
     return model, original
+
+
+def _split_of(model: nn.Module, mesh: Any, device: Device, config: Config) -> Any:
+    """The ranks that have parts of the same parameters; None where these are no DTensors."""
+    named: Any = {n: p for n, p in model.named_parameters() if local_part(p) is not p}
+    if not named:
+        return None
+    from offload.parallel.dtensor import tensor_group
+
+    return tensor_group(named, mesh, device, config)
 
 
 def _group_of(mesh: Any, device: Device, config: Config) -> Any:
@@ -296,6 +308,8 @@ class _Attaching:
     """Of a durable run."""
     group: Any
     """The ranks that share the model (`parallel`); None with one."""
+    split: Any
+    """Those that have other parts of its DTensors; None where it has none."""
 
     def __post_init__(self) -> None:
         self._units: list[FlatUnit] = []
@@ -364,8 +378,9 @@ class _Attaching:
             name: torch.full((1,), float("nan"), dtype=getattr(torch, name), device=on)
             for name in {p.dtype for unit in self.plan.profile.units for p in unit.parameters}
         }
+        binding_of = (lambda _: PLAIN) if self.split is None else self.split.binding_of
         self._units = [
-            FlatUnit(u, spec, self.groups[u], stand_ins)
+            FlatUnit(u, spec, self.groups[u], stand_ins, binding_of)
             for u, spec in enumerate(self.plan.profile.full)
         ]
         if self.read is None:
@@ -400,7 +415,7 @@ class _Attaching:
         Those of a resident unit stay there. Parameters change last: what fails loses no value.
         """
         new = {p for p in unit.parameters if p in self._replaced}
-        values = [parameter.data for parameter in unit.parameters]
+        values = [local_part(parameter.data) for parameter in unit.parameters]
         resident = unit.index in self.plan.residents
         if resident:  # In memory of their own, as torch has it.
             views = [self.device.empty(v.shape, v.dtype).zero_() for v in values]
@@ -445,7 +460,8 @@ class _Attaching:
 
         def values(prefix: str, name: str, start: int, count: int) -> torch.Tensor:
             if name in there:
-                return there[name].data.reshape(-1)[start : start + count]
+                part: torch.Tensor = local_part(there[name].data).reshape(-1)[start:][:count]
+                return part
             assert self.read is not None
             return self.read(prefix, name, start, count)
 
@@ -474,8 +490,7 @@ class _Attaching:
             if unit not in engine.residents:
                 parameter._offload_access = ParameterAccess(engine, unit, index)  # type: ignore
         optimizer = None
-        if engine.ranks is not None:
-            engine.updates.combine = engine.ranks.combine
+        engine.updates.shares += [one.share for one in (engine.ranks, self.split) if one]
         if self.optimizer is not None:
             states, check = States(runner), _same_parameters(self.model)
             optimizer = Optimizer(self.optimizer, engine, states, places, check)
@@ -520,7 +535,7 @@ class _Attaching:
     def _undo(self, runner: Runner) -> None:
         """Leave the model and the optimizer as they were before."""
         for unit in self._units:
-            moved = type(unit.parameters[0]) is OffloadedParameter
+            moved = isinstance(unit.parameters[0], AttachedParameter)
             if moved and not all(p in self._replaced for p in unit.parameters):
                 self._restore(unit, runner)
         for tensor, device in self._devices.items():
@@ -538,8 +553,8 @@ class _Attaching:
         buffer = torch.full((unit.spec.weight_bytes,), 0xFF, dtype=torch.uint8, device=on)
         if self.group is None:  # Else the values are on all ranks, and what is here is NaN.
             runner.read_weights(unit.index, buffer)
-        for parameter, view in zip(unit.parameters, unit.views_of(buffer).views):
-            make_plain(parameter, view)
+        for index, view in enumerate(unit.views_of(buffer).views):
+            unit.make_plain(index, view)
 
 
 def exchange(model: nn.Module, others: Mapping[nn.Parameter, nn.Parameter]) -> None:

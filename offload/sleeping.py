@@ -21,7 +21,7 @@ from torch import nn
 from offload.config import BUDGETS
 from offload.model.access import ParameterAccess
 from offload.model.engine import Engine, engine_of
-from offload.model.units import FlatUnit, count_change, make_plain
+from offload.model.units import FlatUnit, count_change
 from offload.planning.layout import Plan
 from offload.planning.machine import measured_speeds
 from offload.planning.planner import BudgetError
@@ -128,7 +128,7 @@ def wake(model: nn.Module) -> None:
         for value, index, found in fresh:  # Of each unit the weights come first.
             parameter = engine.units[value.unit].parameters[index]
             if value.kind == "weight":
-                make_plain(parameter, found)
+                engine.units[value.unit].make_plain(index, found)
             elif parameter in area.gradients:
                 parameter.grad = found
         runner.device.drain()  # Before other streams look at them.

@@ -19,6 +19,7 @@ from offload.planning.profile import (
     ALONE,
     CHUNK_ELEMENTS,
     ParameterSpec,
+    Part,
     Profile,
     Sharding,
     Unit,
@@ -26,6 +27,7 @@ from offload.planning.profile import (
     profile_of,
 )
 from offload.planning.tiers import TIERS
+from offload.runtime.torch_internals import local_part
 
 UNIT_COST_BYTES = 256 << 10
 """What one more unit costs in a step, as so many bytes do that live one tier further away."""
@@ -41,7 +43,13 @@ def spec_of(
 ) -> Unit:
     """The layout of a unit whose parameters are known."""
     wanted = [
-        ParameterSpec(name, tuple(p.shape), str(p.dtype)[6:], trains and p.requires_grad)
+        ParameterSpec(
+            name,
+            tuple(local_part(p).shape),
+            str(p.dtype)[6:],
+            trains and p.requires_grad,
+            part=_part_of(p),
+        )
         for name, p in group.named.items()
     ]
     return lay_out_unit(
@@ -53,6 +61,17 @@ def spec_of(
         chunk_elements=chunk_elements,
         ranks=ranks,
     )
+
+
+def _part_of(parameter: Any) -> Part | None:
+    """What is here of a DTensor on a mesh of one dimension; None of any other parameter."""
+    if local_part(parameter) is parameter:
+        return None
+    (placement,), mesh, shape = parameter.placements, parameter.device_mesh, tuple(parameter.shape)
+    number, start = mesh.get_local_rank() if placement.is_shard() else 0, [0] * len(shape)
+    if number:  # As torch cuts: the last part may be shorter.
+        start[placement.dim] = number * -(-shape[placement.dim] // mesh.size())
+    return Part(number, shape, tuple(start))
 
 
 def planned_alike(

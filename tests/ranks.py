@@ -31,7 +31,7 @@ PATIENCE_S = 60
 
 class World:
     """So many ranks. A job is the name of a function of a module, by default `tests.ranks_jobs`, or
-    that of a module of tests and of a function in it."""
+    its name after that of another module."""
 
     def __init__(
         self,
@@ -132,8 +132,8 @@ def _serve(
             return
         since = time.monotonic()
         try:
-            elsewhere, _, name = job.rpartition(".")
-            of = importlib.import_module(f"tests.{elsewhere}") if elsewhere else module
+            other_module, _, name = job.rpartition(".")
+            of = importlib.import_module(other_module) if other_module else module
             pipe.send(getattr(of, name)(rank, ranks, *args, **options))
         except BaseException as error:
             seconds = time.monotonic() - since

@@ -175,7 +175,7 @@ def test_boxes_are_the_elements_of_a_range(sizes: tuple[int, ...], ranks: int) -
 
 
 def test_what_knows_no_other_ranks_is_refused(two: World) -> None:
-    two.begin("ranks_refused.refused", How())
+    two.begin("tests.ranks_refused.refused", How())
     for one in two.results():
         assert isinstance(one, list), one.text
         asleep, three, descending, *outside = one
@@ -254,12 +254,12 @@ def test_the_example_runs_and_its_save_is_whole(
 
 
 def test_a_refused_attach_leaves_the_model_as_it_was(two: World) -> None:
-    for text in two.run("ranks_refused.kept", How()):
+    for text in two.run("tests.ranks_refused.kept", How()):
         assert text.startswith("the ranks attach different models")
 
 
 def test_a_value_of_another_parameter_is_refused(two: World) -> None:
-    for said in two.run("ranks_refused.misfit", How()):
+    for said in two.run("tests.ranks_refused.misfit", How()):
         assert "was given a value of (3,)" in said[0]
         assert "of this parameter" in said[1]
 
@@ -271,3 +271,14 @@ def test_updates_begin_inside_the_last_backward(two: World, shard: int) -> None:
         # In the second backward the order of the first is known. A sum is there a unit later.
         assert found == [(0, 0), (3, 6), (0, 0), (3, 6), (0, 0), (3, 6)]
     assert_as_one(two.run("train", how), how)
+
+
+def test_parts_of_a_model_train_as_by_torch(two: World) -> None:
+    """More of them in `test_ranks_tensor.py`."""
+    how = How("sequence", torch.float32, config={"params": "cpu", "max_grad_norm": 0.5})
+    ours = two.run("tests.ranks_tensor.train", how)
+    plain = two.run("tests.ranks_tensor.train_by_torch", how, 1)
+    for (losses, norms, values), wanted in zip(ours, plain, strict=True):
+        assert losses == wanted[0]
+        assert norms == pytest.approx(wanted[1], rel=1e-12)
+        assert all(torch.equal(value, wanted[2][name]) for name, value in values.items())

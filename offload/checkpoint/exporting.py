@@ -56,6 +56,7 @@ def export(
     """
     refuse_inside("offload.export()")
     engine, where = engine_of(model), os.fspath(folder)
+    engine.require_whole("offload.export")
     write_rest = getattr(type(model), "save_pretrained", None)
     if write_rest is None:
         raise TypeError(

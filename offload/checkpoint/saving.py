@@ -213,6 +213,7 @@ def write_sets(
 
 def _engine_of(model: nn.Module, optimizer: Optimizer | None) -> Engine:
     engine = engine_of(model)
+    engine.require_whole("offload.save or load")
     if optimizer is not None and getattr(optimizer, "engine", None) is not engine:
         raise ValueError(
             "asked for a model and its optimizer; found an optimizer that is not the one attach "

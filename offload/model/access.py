@@ -103,7 +103,7 @@ class ParameterAccess:
         """A snapshot of the parameter; None while it is in use, and shows its weights."""
         engine = self.engine
         engine.end_broken_pass()
-        if type(self._flat.parameters[self.index]) is not OffloadedParameter:
+        if type(self._flat.parameters[self.index]) is not self._flat.bindings[self.index].resting:
             return None
         if in_backward():
             engine.early.require_open(self.unit, "a touch")
@@ -112,6 +112,12 @@ class ParameterAccess:
         if engine.ranks is not None:
             return engine.ranks.shown(self.unit, self.index)  # type: ignore[no-any-return]
         return engine.snapshots.tensor(Key("weight", self.unit, self.index))
+
+    def local(self) -> torch.Tensor | None:
+        """What is here of a DTensor at rest: a snapshot, over ranks a shard of one."""
+        refuse_recording("an offloaded parameter was used")
+        with self.engine.lock:
+            return self._snapshot()
 
     @entry
     def set_data(self, data: torch.Tensor) -> None:
@@ -143,7 +149,7 @@ class ParameterAccess:
                 "place: detach(), unfreeze, and attach again"
             )
         with no_trap():
-            parameter.requires_grad = wanted
+            torch.Tensor.requires_grad.__set__(parameter, wanted)  # type: ignore[attr-defined]
 
     # -- the gradient ------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
+from torch import nn
 
 from offload.model.passes import Entry, Passes
 from offload.model.saved_tensors import SavedWeight
@@ -14,6 +15,7 @@ from offload.model.units import FlatUnit
 from offload.runtime.entry import entry
 from offload.runtime.memory import zeros_on
 from offload.runtime.runner import Runner
+from offload.runtime.torch_internals import local_part
 
 
 class ActiveUnits:
@@ -176,8 +178,9 @@ class ActiveUnits:
 
     def outliving(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor`, or a copy where it lies in weights in use, which it would outlive."""
-        plain = type(tensor) is torch.Tensor
-        return tensor.clone() if plain and self.saved_weight(tensor) else tensor
+        local = local_part(tensor)
+        plain = type(local) is torch.Tensor and not isinstance(tensor, nn.Parameter)
+        return tensor.clone() if plain and self.saved_weight(local) else tensor
 
 
 def refuse_change(name: str, verb: str) -> None:

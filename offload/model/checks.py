@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cpu_adam import kernel
 from offload.config import Config
+from offload.runtime.torch_internals import local_part
 
 
 def check_arguments(model: Any, optimizer: Any, config: Any) -> None:
@@ -70,7 +71,7 @@ def _fault_of(parameter: nn.Parameter, *, trains: bool) -> str | None:
         return "has no shape yet (a Lazy module): run one batch through the model before attach"
     if parameter.is_inference():
         return "was made under torch.inference_mode(): build the model outside it"
-    if kind is not nn.Parameter:
+    if kind is not nn.Parameter and local_part(parameter) is parameter:
         name = f"{kind.__module__}.{kind.__qualname__}"
         return f"is of class {name}, and only torch.nn.Parameter can be offloaded"
     if not parameter.is_meta and parameter.dim() > 1 and not parameter.is_contiguous():
@@ -134,9 +135,10 @@ def _check_sharing(model: nn.Module) -> None:
             # spectral_norm and its like set such an attribute anew in every forward.
             if type(value) is torch.Tensor and not hasattr(module, f"{attribute}_orig"):
                 tensors.append((f"{name}.{attribute}".lstrip("."), value))
+    every = ((name, local_part(one), isinstance(one, nn.Parameter)) for name, one in tensors)
     extents = sorted(
-        (one.data_ptr(), one.data_ptr() + _reach(one), name, isinstance(one, nn.Parameter))
-        for name, one in tensors
+        (one.data_ptr(), one.data_ptr() + _reach(one), name, is_parameter)
+        for name, one, is_parameter in every
         if not one.is_meta and one.layout is torch.strided and one.numel()
     )
     reach, before, of_parameter = 0, "", False

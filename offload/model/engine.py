@@ -219,6 +219,16 @@ class Engine:
                 "all ranks, offload.save, let the model go, and attach and load when it is needed"
             )
 
+    def require_whole(self, what: str) -> None:
+        """Raise ValueError for what knows whole tensors alone, where parameters are DTensors."""
+        every = (one for unit in self.units for one in unit.spec.parameters)
+        if parts := [one.name for one in every if one.part is not None]:
+            raise ValueError(
+                f"{what} was asked for a model of DTensors ({parts[0]}), and knows whole tensors: "
+                "on all ranks, torch.distributed.checkpoint.save of model.state_dict() and "
+                "optimizer.state_dict()"
+            )
+
     # -- passes ----------------------------------------------------------------------------------
 
     def open_forward(self) -> None:
@@ -270,6 +280,7 @@ class Engine:
         if self.graph_tasks.current() not in self.graph_tasks:
             self.enter_backward()
         self.early.gradient_came(unit, index)
+        gradient = self.units[unit].bindings[index].local(gradient)
         passing = self.gradients.collect(unit, index, gradient)
         if passing is not None and self.plan.clips and unit in self.early.final:
             self._sum_squares(unit, passing)
@@ -416,22 +427,27 @@ class Engine:
 
     def part(self, unit: int, index: int, value: torch.Tensor) -> torch.Tensor:
         """As much of a value of a parameter as is here: all of it with one rank."""
+        value = self.units[unit].bindings[index].local(value)
         if self.ranks is None:
             return value
         return self.ranks.part(unit, index, value)  # type: ignore[no-any-return]
 
     def shown(self, kind: str, unit: int, index: int, here: torch.Tensor) -> torch.Tensor:
         """A value of a parameter, of which this is here, as the user has it."""
-        if self.ranks is None:
-            return here
-        return self.ranks.shard(kind, unit, index, here)  # type: ignore[no-any-return]
+        if self.ranks is not None:
+            here = self.ranks.shard(kind, unit, index, here)
+        return self.held(unit, index, here)
+
+    def held(self, unit: int, index: int, local: torch.Tensor) -> torch.Tensor:
+        """A value of a parameter as the user has it, a DTensor where that is one."""
+        return self.units[unit].bindings[index].shown(local)
 
     def saved(self, unit: int, index: int) -> torch.Tensor:
         """What `state_dict()` has of a parameter: a copy in CPU memory, of what is here."""
         if self.ranks is None:
-            return self.values_of(unit, index).cpu()
+            return self.held(unit, index, self.values_of(unit, index).cpu())
         parameter = self.units[unit].parameters[index]
-        found: torch.Tensor = parameter.detach().cpu()
+        found: torch.Tensor = parameter.detach().to("cpu", copy=True)
         return found
 
     @entry

@@ -133,9 +133,9 @@ class Hooks:
             if not (unit.spec.parameters[index].trainable or parameter.requires_grad):
                 continue
             collect = Hook(entry(_collect), engine, trains, unit.index, index)
-            register: Any = parameter.register_post_accumulate_grad_hook
+            register: Any = torch.Tensor.register_post_accumulate_grad_hook
             with no_trap():
-                self._handles.append(register(collect))
+                self._handles.append(register(parameter, collect))
 
     def remove(self) -> None:
         """Take all hooks off."""

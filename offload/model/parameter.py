@@ -107,6 +107,32 @@ def find(tree: Any, kind: type[Found]) -> Iterable[Found]:
             yield from find(item, kind)
 
 
+class Binding:
+    """How a parameter has the values that its unit gives it: one of torch's own in its `data`.
+
+    One whose values are part of a tensor on several ranks is of other classes, and has them
+    elsewhere: `parallel.dtensor`.
+    """
+
+    plain: Any = nn.Parameter
+    active: Any = ActiveParameter
+    resting: Any = OffloadedParameter
+
+    def bind(self, parameter: torch.Tensor, values: torch.Tensor) -> None:
+        """Let a parameter that is not at rest have other values."""
+        _T.data.__set__(parameter, values)  # Torch's own, whatever a class makes of it.
+
+    def local(self, value: Any) -> Any:
+        """What units have of a value of the parameter (a gradient, a state) as a user has it."""
+        return value
+
+    def shown(self, local: torch.Tensor) -> torch.Tensor:
+        """A value as a user has it."""
+        return local
+
+
+PLAIN = Binding()
+
 # -- torch.compile -------------------------------------------------------------------------------
 
 
@@ -150,7 +176,12 @@ def _differentiate(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 # -- what the engine answers -----------------------------------------------------------------------
 
 
-def _refuse_hook(parameter: OffloadedParameter, hook: object) -> None:
+def refuse_hook(parameter: torch.Tensor, hook: object) -> None:
+    """Refuse a hook that would find no gradient.
+
+    Raises:
+        RuntimeError: always.
+    """
     raise RuntimeError(
         "register_post_accumulate_grad_hook of an offloaded parameter, whose gradient is "
         "accumulated where it lives: use p.register_hook(), or p.grad after backward"
@@ -215,7 +246,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     _T.data.__set__: lambda parameter, value: parameter._offload_access.set_data(value),
     _T.requires_grad.__set__: _requires_grad_,
     _T.requires_grad_: _requires_grad_,
-    _T.register_post_accumulate_grad_hook: _refuse_hook,
+    _T.register_post_accumulate_grad_hook: refuse_hook,
     fits_in_place: _compatible,
     **{one: _as_contiguous(one) for one in (_T.stride, _T.is_contiguous, _T.storage_offset)},
     **{

@@ -30,7 +30,14 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from offload.model.parameter import ActiveParameter
 from offload.runtime.entry import entry
-from offload.runtime.torch_internals import in_dispatch_mode, no_trap, saving_hooks, version
+from offload.runtime.torch_internals import (
+    in_dispatch_mode,
+    local_part,
+    no_trap,
+    saving_hooks,
+    version,
+    with_local_part,
+)
 
 
 class Saver:
@@ -57,6 +64,8 @@ class SavedWeight(NamedTuple):
     """The parameter's version when it was saved."""
     saver: Saver
     """The unit's, to keep alive."""
+    like: torch.Tensor | None = None
+    """Without values the DTensor that was saved, where this is its local tensor."""
 
     @property
     def looks(self) -> tuple[object, ...]:
@@ -147,7 +156,10 @@ class SavingGuard:
     def _packed(self, tensor: torch.Tensor) -> SavedWeight | SavedTensor | None:
         """What stands for `tensor`; None where the hooks around these are to keep it."""
         tensor = tensor.resolve_neg()  # A copy where it is a lazy negative, of an imaginary part.
-        saved = self._locate(tensor)
+        local = local_part(tensor)
+        saved = self._locate(local)
+        if saved is not None and local is not tensor:
+            return saved._replace(like=with_local_part(type(tensor), tensor, local.new_empty(())))
         if saved is None and self._outer is None:
             return SavedTensor(
                 tensor if tensor.is_leaf else torch.Tensor.detach(tensor), version(tensor)
@@ -156,7 +168,10 @@ class SavingGuard:
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         if type(packed) is SavedWeight:
-            return packed.resolve(packed)
+            found, like = packed.resolve(packed), packed.like
+            if like is not None:
+                found = with_local_part(type(like), like, found)
+            return found
         if type(packed) is SavedTensor:
             return packed.unpack()
         return self._outer[1](packed[0])  # type: ignore[no-any-return]

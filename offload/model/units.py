@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from offload.model.parameter import ActiveParameter, OffloadedParameter
+from offload.model.parameter import Binding
 from offload.model.saved_tensors import SavedWeight, Saver
 from offload.planning.profile import Unit
 from offload.runtime.memory import typed
@@ -149,19 +149,6 @@ def _lists_blocks(module: nn.Module) -> bool:
     return len(kinds) > len(set(kinds))
 
 
-_TENSOR: Any = torch.Tensor
-_set_data: Callable[[torch.Tensor, torch.Tensor], None] = _TENSOR.data.__set__
-"""Torch's own, whatever a class makes of it."""
-
-
-def make_plain(parameter: nn.Parameter, data: torch.Tensor) -> None:
-    """Let an offloaded parameter be one of torch's own again, with `data`."""
-    with no_trap():
-        _set_data(parameter, data)  # First: another thread may look at the class.
-        parameter.__class__ = nn.Parameter
-    vars(parameter).pop("_offload_access", None)
-
-
 def count_change(parameters: Sequence[nn.Parameter]) -> None:
     """Count a change of each: torch then refuses the backward of graphs that have saved them."""
     with no_trap():
@@ -215,6 +202,7 @@ class FlatUnit:
         spec: Unit,
         group: Group,
         stand_ins: dict[str, torch.Tensor],
+        binding_of: Callable[[nn.Parameter], Binding],
     ):
         """Know the parameters; `unbind` puts them at rest.
 
@@ -223,10 +211,12 @@ class FlatUnit:
             spec: its layout.
             group: its parameters and modules.
             stand_ins: a one-element tensor full of NaN per dtype, on the compute device.
+            binding_of: how a parameter has its values.
         """
         self.index = index
         self.spec = spec
         self.parameters = [group.named[p.name] for p in spec.parameters]
+        self.bindings = [*map(binding_of, self.parameters)]
         self.modules = [weakref.ref(module) for module in group.modules]
         """Modules whose call announces its use. Weak: a parameter keeps no module alive."""
         self.depth = 0
@@ -284,27 +274,35 @@ class FlatUnit:
         """Let some parameters be views of the weights in use, if there are any."""
         views = () if self.weights is None else self.weights.views
         for index in part if len(self._bound) < len(views) else ():
-            parameter = self.parameters[index]
-            if type(parameter) is not ActiveParameter:
-                parameter.__class__ = ActiveParameter  # Torch sends nothing of it to a trap.
-                _set_data(parameter, views[index])
+            parameter, binding = self.parameters[index], self.bindings[index]
+            if type(parameter) is not binding.active:
+                parameter.__class__ = binding.active  # Torch sends nothing of it to a trap.
+                binding.bind(parameter, views[index])
                 self._versions[index] = version(self._counters[index])
                 self._bound.append(index)
 
     def unbind(self, *, between: bool = False) -> None:
         """Let the parameters be at rest; `between` two calls the weights stay in the slot."""
         for index in self._every if self.weights is None else self._bound:
-            parameter = self.parameters[index]
-            parameter.__class__ = ActiveParameter  # As above.
-            _set_data(parameter, self.stand_ins[index])
-            parameter.__class__ = OffloadedParameter
+            parameter, binding = self.parameters[index], self.bindings[index]
+            parameter.__class__ = binding.active  # As above.
+            binding.bind(parameter, self.stand_ins[index])
+            if index == len(self._counters):
+                with torch.inference_mode(False):
+                    self._counters.append(torch.Tensor.detach(parameter))
+            parameter.__class__ = binding.resting
         self._bound.clear()
         self.between = between
         if not between:
             self.weights = None
-        if not self._counters:
-            with no_trap(), torch.inference_mode(False):
-                self._counters = [torch.Tensor.detach(one) for one in self.parameters]
+
+    def make_plain(self, index: int, values: torch.Tensor) -> None:
+        """Let a parameter be one of torch's own again, with `values`."""
+        parameter, binding = self.parameters[index], self.bindings[index]
+        with no_trap():
+            binding.bind(parameter, values)  # First: another thread may look at the class.
+            parameter.__class__ = binding.plain
+        vars(parameter).pop("_offload_access", None)
 
     def changed(self) -> str | None:
         """Name of a parameter that was changed in place in this use; None where none was."""

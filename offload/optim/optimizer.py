@@ -269,7 +269,7 @@ class Optimizer(torch.optim.Optimizer):
             for name, value in found.items():
                 if name != "step":
                     whole = self.engine.whole(*place, self.engine.part(*place, value))
-                    found[name] = whole.view(parameter.shape).to(parameter.device)
+                    found[name] = self.engine.held(*place, whole).to(parameter.device)
             self._original.state[parameter] = found
         if isinstance(self._original, CPUOptimizer):
             give_back(self._original)
@@ -349,7 +349,8 @@ class Optimizer(torch.optim.Optimizer):
             unit, index = self._places[parameter]
             shape = self.engine.plan.profile.full[unit].parameters[index].shape
             one = self.engine.plan.profile.units[unit].parameters[index]
-            slots = {name: v for name, v in state.items() if name != "step" and v is not None}
+            local = self.engine.units[unit].bindings[index].local
+            slots = {k: local(v) for k, v in state.items() if k != "step" and v is not None}
             for name, value in slots.items():
                 if getattr(value, "shape", None) == shape:  # Else it is refused.
                     slots[name] = self.engine.part(unit, index, value)

@@ -46,8 +46,8 @@ class Updates:
         """Of the step to come, where sums of squares are queued before it."""
         self._begun: dict[int, frozenset[int]] = {}
         """By unit, the parameters of which they are."""
-        self.combine: Callable[[Any, Task], None] | None = None
-        """Over several ranks: what finds the norm, on the user's thread."""
+        self.shares: list[Callable[[Any], None]] = []
+        """Over several ranks: what gives the norm's sums of each to all, on the user's thread."""
         self._sums: list[Task] = []
         """Of the step to come, in the device's workspace, in which those of residents are too."""
 
@@ -125,8 +125,12 @@ class Updates:
             if clip is not None:
                 self._clip, self._normed = clip, tasks[len(squared)]
                 tasks = tasks[len(squared) + 1 :]
-                if self.combine is not None:
-                    self.combine(clip, self._normed)
+                if self.shares:
+                    runner.begin(self._normed)
+                    for share in self.shares:
+                        share(clip)
+                    clip.combine()
+                    runner.finish(self._normed)
             self._update_at_once(at_once, step, members, settings)
             self._pending |= zip(updated, tasks)
             for unit, task in zip(updated, tasks):
@@ -193,7 +197,7 @@ class Updates:
                 yield self._square(unit, taking)
             if clips:
                 one = norm([square(self._plan, unit).writes[0] for unit in streamed])
-                yield one, works.of(one) if self.combine is None else None
+                yield one, None if self.shares else works.of(one)
             for unit, members in updated.items():
                 flat = prepared[unit].flat if unit in prepared else None
                 yield self._ops[unit], works.update(self._ops[unit], dict(members), flat)

@@ -26,6 +26,7 @@ from offload.parallel.ranks import Ranks
 from offload.parallel.two_level_group import TwoLevelGroup, levels_of
 from offload.runtime.device import Device
 from offload.runtime.runner import Runner
+from offload.runtime.torch_internals import local_part
 
 
 def join(mesh: Any, device: Device, config: Config) -> Group | None:
@@ -94,9 +95,10 @@ def gathered(
 
 def local(parameter: torch.Tensor) -> tuple[range, torch.Tensor]:
     """Which elements of a parameter, or of its `grad` or a state, are on this rank, in row-major
-    order, and their values. Edits of a gradient in memory count; those of others are of a copy.
+    order, and their values; of a DTensor in its local tensor. Edits of a gradient in memory count;
+    those of others are of a copy.
     """
-    found = parameter if isinstance(parameter, FlatShard) else parameter.detach()
+    found = local_part(parameter if isinstance(parameter, FlatShard) else parameter.detach())
     if isinstance(found, FlatShard):
         return found.local()
     return range(found.numel()), found.view(-1)

@@ -5,13 +5,15 @@ A `FlatShard` has the shape of the full tensor and the values of consecutive ele
 needs no other rank works on these: edits in place, element by element. Norms are the one thing that
 asks the other ranks, as all of them clip. Anything else would need values that are not here, and
 raises. torch.distributed.checkpoint saves and loads one as it is, and cuts it anew for any number
-of ranks: it takes boxes, into which a range of elements in row-major order is cut.
+of ranks: it takes boxes, into which a range of elements in row-major order is cut. As the local
+tensor of a DTensor it has the shape of that, and its boxes lie where that begins.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
+from operator import add
 from typing import Any, NoReturn
 
 import torch
@@ -22,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from offload.planning.profile import Part
 from offload.runtime.torch_internals import wrapper
 
 _A: Any = torch.ops.aten
@@ -53,6 +56,7 @@ class FlatShard(torch.Tensor):
     _first: int
     _name: str
     _norms: Callable[[Sequence[torch.Tensor], float], torch.Tensor]
+    _part: Part | None
 
     @staticmethod
     def __new__(
@@ -62,13 +66,15 @@ class FlatShard(torch.Tensor):
         first: int,
         name: str,
         norms: Callable[[Sequence[torch.Tensor], float], torch.Tensor],
+        part: Part | None = None,
     ) -> FlatShard:
-        """The elements from `first` on, `local`, of a tensor of `shape`.
+        """The elements from `first` on, `local`, of a tensor of `shape`, which may be a `part`.
 
         `norms` gives the norms of tensors of which each rank has a part, on all of them.
         """
         one: FlatShard = wrapper(cls, tuple(shape), dtype=local.dtype, device=local.device)
         one._local, one._first, one._name, one._norms = local, first, name, norms
+        one._part = part
         return one
 
     def local(self) -> tuple[range, torch.Tensor]:
@@ -76,7 +82,7 @@ class FlatShard(torch.Tensor):
         return range(self._first, self._first + self._local.numel()), self._local
 
     def _with(self, local: torch.Tensor) -> FlatShard:
-        return FlatShard(local, self.shape, self._first, self._name, self._norms)
+        return FlatShard(local, self.shape, self._first, self._name, self._norms, self._part)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         here = self.local()[0]
@@ -122,6 +128,10 @@ class FlatShard(torch.Tensor):
             return _norms_of(func, found, args, kwargs)
         if func in _KEPT:
             return found[0]._with(func(found[0]._local, *args[1:], **kwargs))
+        if func is _A.copy_.default and args[0].shape == args[1].shape and len(found) == 1:
+            here = found[0].local()[0]  # All values are given, as of a DTensor by a state dict.
+            args[0]._local.copy_(args[1].reshape(-1)[here.start : here.stop])
+            return args[0]
         if func._schema.name.removeprefix("aten::") not in _EDITS or not _fit(args, found):
             found[0]._refuse(f"{func._schema.name}()")
         found_here = func(*_locals(args), **_locals(kwargs))
@@ -132,15 +142,19 @@ class FlatShard(torch.Tensor):
     def boxes(self) -> Iterator[Box]:
         """The boxes of which the elements here are made, in order."""
         first, stop = self._first, self._first + self._local.numel()
-        return boxes(tuple(self.shape), first, stop)
+        for begin, offsets, sizes in boxes(tuple(self.shape), first, stop):
+            if self._part is not None:
+                offsets = tuple(map(add, self._part.start, offsets))
+            yield begin, offsets, sizes
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(self._local)
+        whole = self.size() if self._part is None else torch.Size(self._part.shape)
         return [
             WriteItem(
                 index=MetadataIndex(fqn, torch.Size(chunk.offsets)),
                 type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk, properties, self.size()),
+                tensor_data=TensorWriteData(chunk, properties, whole),
             )
             for chunk in self.__create_chunk_list__()
         ]

@@ -31,7 +31,7 @@ from offload.planning.layout import Plan
 from offload.planning.machine import Machine
 from offload.runtime.device import Device
 from offload.runtime.entry import EngineError, interruptible
-from offload.runtime.torch_internals import group_store
+from offload.runtime.torch_internals import group_store, local_part
 
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """Which of the two names a release of torch has."""
@@ -143,7 +143,7 @@ class Group:
         """
         for one in model.parameters():
             if not one.is_meta:
-                self.saw(one.detach())
+                self.saw(local_part(one.detach()))
         names = ("states", "gradient_dtype", "max_grad_norm", "reduce", "micro_batches")
         fields = (f"{name}={getattr(config, name)!r}" for name in names)
         profile = plan.profile

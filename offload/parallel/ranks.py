@@ -328,10 +328,8 @@ class Ranks:
             "optimizer and its scheduler alike"
         )
 
-    def combine(self, clip: Any, task: Task) -> None:
-        """The norm over all ranks: the sums of squares of each, in the order of one process."""
-        runner = self._runner
-        runner.begin(task)
+    def share(self, clip: Any) -> None:
+        """Let all ranks have the sums of squares of each."""
         mine = [(leaf, *node) for leaf, nodes in sorted(clip.parts().items()) for node in nodes]
         counts = [one.payload for one in self._order.meet(Kind.STEP, 1, len(mine))]
         table = torch.zeros(max(*counts, 1), 4, dtype=torch.float64)
@@ -343,8 +341,6 @@ class Ranks:
                 found.setdefault(int(leaf), []).append((int(index), int(level), total))
             for leaf, nodes in found.items() if rank != self.group.rank else ():
                 clip.put(leaf, nodes)
-        clip.combine()
-        runner.finish(task)
 
     # -- values ----------------------------------------------------------------------------------
 
@@ -378,17 +374,20 @@ class Ranks:
 
     def _shard(self, kind: str, unit: int, index: int, here: torch.Tensor) -> FlatShard:
         one, first = self._full[unit].parameters[index], self.local(unit, index).start
-        return FlatShard(here.view(-1), one.shape, first, f"{kind} of {one.name}", self._norms)
+        how = f"{kind} of {one.name}", self._norms, one.part
+        return FlatShard(here.view(-1), one.shape, first, *how)
 
     def shown(self, unit: int, index: int) -> torch.Tensor:
-        """A parameter inside `gathered`.
+        """A parameter inside `gathered`, and what is here of a DTensor elsewhere.
 
         Raises:
-            ShardError: it is not.
+            ShardError: it is neither.
         """
+        key = Key("weight", unit, index)
         if (found := self._shown.get((unit, index))) is None:
-            here = self._snapshots.read(Key("weight", unit, index))
-            self._shard("weight", unit, index, here)._refuse("a value")
+            if self._full[unit].parameters[index].part is not None:
+                return self._shard(*key, self._snapshots.tensor(key))
+            self._shard(*key, self._snapshots.read(key))._refuse("a value")
         return found
 
     def _norms(self, parts: Sequence[torch.Tensor], order: float) -> torch.Tensor:

@@ -340,8 +340,11 @@ def is_resident(unit: Unit, placement: Placement, *, early: bool) -> bool:
     """Whether torch may own a unit's weights and gradients: see [Note: Residents] of `resident`.
 
     Autograd would accumulate in the weights' dtype, so gradients must have the same. If updates
-    begin `early` off the device, the engine must see each gradient arrive.
+    begin `early` off the device, or a gradient may come as parts of a sum, the engine must see each
+    of them arrive.
     """
+    if any(one.part is not None for one in unit.parameters):
+        return False
     if not unit.trainable:
         return placement.weight == "device"
     trained = [one for one in unit.segments if one.trainable]

@@ -54,6 +54,9 @@ LEAF_ELEMENTS = SUM_BLOCK_ELEMENTS
 """Of the norm's tree. Each parameter starts at a multiple of this in its segment, and each cut of
 one falls there."""
 
+PART_LEAVES = 1 << 36
+"""So far apart are the leaves of two parts of a tensor: they are those of different parameters."""
+
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 """Bytes per element of the parameter dtypes that a unit may hold."""
 
@@ -61,6 +64,17 @@ ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 def round_up(count: int, multiple: int) -> int:
     """The smallest multiple of `multiple` that is at least `count`."""
     return -(-count // multiple) * multiple
+
+
+class Part(NamedTuple):
+    """What a parameter is of a tensor that lies on several ranks (a DTensor)."""
+
+    number: int
+    """Of the parts of that tensor; 0 where each rank has all of it."""
+    shape: tuple[int, ...]
+    """Of the tensor."""
+    start: tuple[int, ...]
+    """Where in the tensor it begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +86,8 @@ class ParameterSpec:
     shape: tuple[int, ...]
     dtype: str
     trainable: bool
+    part: Part | None = field(default=None, kw_only=True)
+    """None of a tensor that is here as a whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,8 +255,10 @@ class Profile:
             found, leaf, units = dict[str, tuple[int, int, int]](), 0, enumerate(self.units)
             named = ((p.name, u, i) for u, one in units for i, p in enumerate(one.parameters))
             for one, unit, parameter in sorted(named):
-                found[one] = unit, parameter, leaf
-                leaf += -(-self.full[unit].parameters[parameter].elements // LEAF_ELEMENTS)
+                spec = self.full[unit].parameters[parameter]
+                number = 0 if spec.part is None else spec.part.number
+                found[one] = unit, parameter, leaf + number * PART_LEAVES
+                leaf += -(-spec.elements // LEAF_ELEMENTS)
             self._places.update(found)  # At once, as lanes ask, too.
         return self._places[name]
 
@@ -441,7 +459,7 @@ def lay_out_unit(
         start = 0
         for one in members:
             at = len(segments)
-            placed = Parameter(one.name, one.shape, dtype, one.trainable, at, start)
+            placed = Parameter(one.name, one.shape, dtype, one.trainable, at, start, part=one.part)
             parameters.append(placed)
             start += round_up(placed.elements, LEAF_ELEMENTS)
         # Whole blocks of the narrower dtype are whole blocks of the wider one, too.

@@ -100,6 +100,23 @@ wrapper: Any = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
 """Make a tensor of a subclass with a shape and no memory, as DTensor does. Nothing else serves."""
 
 
+def local_part(value: Any) -> Any:
+    """What is here of a DTensor, with no collective and of no graph; anything else as it is. FSDP2
+    takes it so, too: `to_local()` gives an alias. Nothing else serves."""
+    return getattr(value, "_local_tensor", value)
+
+
+def set_local_part(kind: Any, value: torch.Tensor, local: torch.Tensor) -> None:
+    """Let a DTensor, which is that class or one below, have another local tensor."""
+    kind._local_tensor.__set__(value, local)
+
+
+def with_local_part(kind: Any, value: Any, local: torch.Tensor) -> Any:
+    """A DTensor like another one, with a local tensor of its own, which stays the object that it
+    is: `from_local()` takes a view, and a shard over ranks has none."""
+    return kind(local, value._spec, requires_grad=False)
+
+
 def group_store(group: Any) -> Any:
     """The store that the ranks of a process group share.
 
