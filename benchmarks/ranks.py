@@ -119,7 +119,7 @@ class Rank:
         import offload
 
         optimizer = torch.optim.AdamW(self.model.parameters())
-        config = offload.Config(**PLACES, **MEMORY, **SYSTEMS[system])
+        config = offload.Config(**PLACES, **MEMORY, micro_batches=1, **SYSTEMS[system])
         _, optimizer = offload.attach(self.model, optimizer, config)
         self.engine = optimizer.engine
         if "paced" in system:
