@@ -326,7 +326,7 @@ class Late:
 
 
 def _dawdle(chance: random.Random, do: Any, *args: Any) -> Any:
-    time.sleep(chance.random() ** 4 / 100)
+    time.sleep(chance.random() ** 4 / 150)
     return do(*args)
 
 
