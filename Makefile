@@ -23,7 +23,7 @@ help:
 	@echo "make train      train a small GPT on real text (about two minutes on two cores)"
 	@echo "make test       the fast tests (about three minutes on two cores)"
 	@echo "make test-slow  the slow tests, and many examples of those that make their own"
-	@echo "make ranks      one to four ranks against one process (about eight minutes)"
+	@echo "make ranks      one to six ranks against one process (about ten minutes)"
 	@echo "make parity     models x placements x loops, and docs/parity.md (about ten minutes)"
 	@echo "make acceptance what must stay true through any change, both tiers (about half an hour)"
 	@echo "make check      ruff, mypy, sizes and layering"

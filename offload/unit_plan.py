@@ -97,11 +97,16 @@ def planned_alike(
         if group.folds < group.ranks:  # Columns keep what they have where nothing else has to go.
             with suppress(BudgetError):
                 more = cut(replace(sharding, column=group.folds))
-                return more if more[1].placements == found[1].placements else found
+                return more if _but_columns(more[1]) == _but_columns(found[1]) else found
         return found
 
     found: tuple[list[Group], Plan] = group.all_or_none(least, id)
     return found
+
+
+def _but_columns(plan: Plan) -> object:
+    """Where values live, and the slots but for those that columns keep."""
+    return plan.placements, {at: b.bytes for at, b in plan.slots.items() if at.use != "column"}
 
 
 def planned(

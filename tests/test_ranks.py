@@ -145,11 +145,12 @@ FAULTS = {
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("what", FAULTS)
-def test_a_rank_that_fails_is_named(what: str, tmp_path: Path) -> None:
-    world = World(2, tmp_path)
+def test_a_rank_that_fails_is_named(what: str, ranks: int, tmp_path: Path) -> None:
+    world = World(ranks, tmp_path)
     world.begin("differ", How(), what)
-    (one, *_) = world.results(30, of=1)
+    (one, *_) = world.results(60, of=1)
     world.close()
     assert isinstance(one, Failed), one
     assert one.kind == "EngineError", one.text

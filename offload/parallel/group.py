@@ -40,7 +40,8 @@ LOOK_AGAIN_S = 0.1
 """A slice of a wait."""
 
 PATIENCE_S = 2.0
-"""After so long in one wait the store is looked at; so long others have to say that they live."""
+"""After so long in one wait a rank says that it lives, and looks in the store; the others give it
+twice as long to say so."""
 
 WORD_BITS = 62
 """Of a set of parameters that one number of a message holds."""
@@ -272,6 +273,7 @@ class Group:
     def _look(self, waited_s: float) -> None:
         if waited_s < PATIENCE_S:
             return
+        self._live()
         self._raise_told()
         if waited_s > self._timeout_s:
             missing = self._missing()
@@ -301,20 +303,24 @@ class Group:
             return found
         missing = self._missing() or "another rank"
         return EngineError(
-            f"{missing} is gone after step {self.step}, as a collective of the offload engine on "
+            f"{missing} {'are' if ',' in missing else 'is'} gone after step {self.step}, as a collective of the offload engine on "
             f"{socket.gethostname()} failed: likely its process was killed, has raised or has "
             f"ended, and its own output says why; go on from the last checkpoint"
         )
 
     def _missing(self) -> str:
         """The ranks that do not answer, as text."""
-        self._write(f"lives {self.rank}", "")
-        others, until = set(range(self.ranks)) - {self.rank}, time.monotonic() + PATIENCE_S
+        self._live()
+        others, until = set(range(self.ranks)) - {self.rank}, time.monotonic() + 2 * PATIENCE_S
         while others and time.monotonic() < until:
-            others = {rank for rank in others if not self._read(f"lives {rank}")}
+            others = {rank for rank in others if not self._read(f"lives {rank} {self.step}")}
             time.sleep(LOOK_AGAIN_S / 2)
         names = ", ".join(map(str, sorted(others)))
         return f"rank {names}" if len(others) == 1 else f"ranks {names}" if others else ""
+
+    def _live(self) -> None:
+        """Tell the others, who may look for the one that does not."""
+        self._write(f"lives {self.rank} {self.step}", "")
 
     def _write(self, key: str, what: str) -> None:
         me = {"host": socket.gethostname(), "pid": os.getpid(), "step": self.step}

@@ -408,7 +408,7 @@ def shard_of(unit: Unit, sharding: Sharding) -> Unit:
             min(max(edge, begin), begin + elements)
             for edge in (whole.start, whole.start + whole.elements)
         )
-        first, here = start - whole.start, start - begin
+        first, here = min(max(start - whole.start, 0), whole.elements), start - begin
         parameters.append(replace(whole, shape=(stop - start,), start=here, first=first))
     return Unit(
         unit.name,
