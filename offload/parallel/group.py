@@ -303,9 +303,10 @@ class Group:
             return found
         missing = self._missing() or "another rank"
         return EngineError(
-            f"{missing} {'are' if ',' in missing else 'is'} gone after step {self.step}, as a collective of the offload engine on "
-            f"{socket.gethostname()} failed: likely its process was killed, has raised or has "
-            f"ended, and its own output says why; go on from the last checkpoint"
+            f"{missing} {'are' if ',' in missing else 'is'} gone after step {self.step}, as a "
+            f"collective of the offload engine on {socket.gethostname()} failed: likely its "
+            "process was killed, has raised or has ended, and its own output says why; go on from "
+            "the last checkpoint"
         )
 
     def _missing(self) -> str:
