@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from offload.checkpoint.shards import ITEM_BYTES, NAMES, WEIGHTS, SetsReader, bytes_of, items
+from offload.checkpoint.shards import WEIGHTS, SetsReader, Tensor, bytes_of, items
 from offload.model.engine import Engine
 from offload.planning.profile import Piece, Sharding, profile_of
 from offload.runtime.entry import EngineError
@@ -134,4 +134,5 @@ def _sizes(engine: Engine, pieces: list[Piece], states: States) -> Iterator[tupl
         one = engine.plan.profile.full[piece.unit].parameters[piece.parameter]
         slots = states[one.name]["slots"] if one.name in states else {}
         for prefix, dtype in {WEIGHTS: one.dtype, **slots}.items():
-            yield prefix, one.name, items(prefix, piece.elements) * ITEM_BYTES[NAMES[dtype]]
+            part = Tensor(one.name, dtype, (items(prefix, piece.elements),))
+            yield prefix, one.name, part.bytes

@@ -45,12 +45,12 @@ from offload.checkpoint.shards import (
     WEIGHTS,
     Sets,
     SetsReader,
-    SetWriter,
     Tensor,
     Values,
     bytes_of,
     items,
     name_of,
+    set_writer,
 )
 from offload.model.engine import Engine, engine_of
 from offload.model.passes import refuse_inside
@@ -197,15 +197,18 @@ def write_sets(
         backend = opened.enter_context(closing(aio.open_backend()))
         moved = opened.enter_context(progress(told, sets))
         writers = {
-            prefix: opened.enter_context(SetWriter(directory, prefix, all_, backend, shard_bytes))
-            for prefix, all_ in sets.items()
+            prefix: opened.enter_context(
+                closing(set_writer(directory, prefix, tensors, backend, shard_bytes))
+            )
+            for prefix, tensors in sets.items()
         }
+        wanted = {prefix: next(writer) for prefix, writer in writers.items()}
         for prefix, name, part in parts:
+            assert wanted[prefix] == name, f"{name}: out of order"
             content = bytes_of(part.cpu().contiguous())
-            writers[prefix].write(name, content)
+            wanted[prefix] = writers[prefix].send(content)
             moved(content.size)
-        for writer in writers.values():
-            writer.finish()
+        assert not any(wanted.values()), f"{wanted}: missing"
 
 
 # -- what there is ---------------------------------------------------------------------------------
