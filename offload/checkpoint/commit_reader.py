@@ -23,7 +23,7 @@ from cpu_adam.formats import format_for
 from cpu_adam.reference import cut, views
 from cpu_adam.torch_state import scales, to_plain
 from offload.checkpoint.directory import check_fields, read_checked
-from offload.checkpoint.schema import Each, accepted, check, count, file_name, flag, shown, text
+from offload.checkpoint.schema import Each, Maybe, check, count, file_name, flag, shown, text
 from offload.checkpoint.shards import WEIGHTS, Tensor, items, joined, name_of
 from offload.planning.profile import ITEM_BYTES
 from offload.runtime.memory import host_tensor
@@ -270,47 +270,30 @@ def _dtype(value: Any) -> bool:
     return text(value) and value in ITEM_BYTES
 
 
-def _row(*fields: Any) -> Any:
-    """A list with one value for each of some schemas."""
-
-    def take(found: Any) -> None:
-        if not isinstance(found, list) or len(found) != len(fields):
-            raise TypeError
-        for value, schema in zip(found, fields):
-            check(value, schema, "")
-
-    return accepted(f"a list of {len(fields)} fields", take)
-
-
-def _buffers(value: Any) -> bool:
-    """a file and its checksum, or null"""
-    return value is None or _row(file_name, count)(value)
-
-
-_VALUE = _row(count, count, count)
+_VALUE = (count, count, count)
 _CHUNK = {
     "weight": _VALUE,
-    "state": lambda value: value is None or _VALUE(value),
+    "state": Maybe(_VALUE),
     "elements": count,
-    "pieces": [_row(text, count, count, count)],
+    "pieces": [(text, count, count, count)],
 }
 _LAYOUT = {
     "format": count,
     "rule": text,
     "states": text,
-    "parameters": Each(text, _row(_dtype, [count], flag)),
+    "parameters": Each(text, (_dtype, [count], flag)),
     "chunks": [_CHUNK],
     "second": count,
     "folders": [text],
-    "stripes": _row(count, [count]),
+    "stripes": (count, [count]),
     "inode": _inode,
     "name": _records,
 }
 _COMMIT = {
     "format": count,
     "layout": file_name,
-    "homes": [_row(count, count, count)],
-    "buffers": _buffers,
+    "homes": [(count, count, count)],
+    "buffers": Maybe((file_name, count)),
     "forward": flag,
     "run": Each(text, lambda value: True),
 }
