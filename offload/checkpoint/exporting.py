@@ -15,7 +15,7 @@ from torch import nn
 
 from aio.errors import naming
 from offload.checkpoint.directory import whole_directory
-from offload.checkpoint.rank_parts import Parts, meet, write_together
+from offload.checkpoint.rank_parts import Parts, write_together
 from offload.checkpoint.saving import buffers_of, parts_of, sets_of, settle, write_sets
 from offload.checkpoint.shards import SHARD_BYTES, WEIGHTS, Sets
 from offload.model.engine import Engine, engine_of
@@ -67,7 +67,6 @@ def export(
         raise TypeError(f"export: {', '.join(options)} is of adapters, and the model has none")
     with engine.lock, ExitStack() as opened:
         settle(engine)
-        meet(engine)
         values = _adapters(engine, model, options) if adapters else {}
         opened.enter_context(interruptible())
 

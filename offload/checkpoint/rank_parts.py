@@ -25,16 +25,6 @@ Parts: TypeAlias = Iterator[tuple[str, str, torch.Tensor]]
 """Values, part by part: the prefix, the name of the parameter, and the part, 1-D."""
 
 
-def meet(engine: Engine) -> None:
-    """Wait for all ranks, before what they do together.
-
-    Raises:
-        EngineError: they do something else.
-    """
-    if engine.ranks is not None:
-        engine.ranks.failed(False)
-
-
 def write_together(
     engine: Engine, mine: Parts, sets: Sets, write: Callable[[Parts], object]
 ) -> None:
@@ -71,7 +61,7 @@ def read_together(engine: Engine, reader: SetsReader, read: Callable[[], object]
     if engine.ranks is None:
         read()
         return
-    meet(engine)
+    engine.ranks.failed(False)  # Nothing is changed unless all of them have come here.
     failed = list[Exception]()
     try:
         read()

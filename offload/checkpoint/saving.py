@@ -36,7 +36,7 @@ from offload.checkpoint.directory import (
     whole_directory,
     write_checked,
 )
-from offload.checkpoint.rank_parts import Parts, meet, read_together, write_together
+from offload.checkpoint.rank_parts import Parts, read_together, write_together
 from offload.checkpoint.schema import shown
 from offload.checkpoint.shards import (
     SCALE,
@@ -112,7 +112,6 @@ def save(
         run["scheduler"] = encoded(scheduler.state_dict(), "the scheduler's state")
     with engine.lock, ExitStack() as opened:
         settle(engine)
-        meet(engine)
         if optimizer is not None:
             run["optimizer"] = optimizer_of(engine, optimizer)
             run["random"] = random_state(engine.runner.device.torch_device)
@@ -223,12 +222,18 @@ def _engine_of(model: nn.Module, optimizer: Optimizer | None) -> Engine:
 
 
 def settle(engine: Engine) -> None:
-    """Let all values be at home, and nothing under way."""
+    """Let all values be at home, and nothing under way, on all ranks.
+
+    Raises:
+        EngineError: other ranks do something else.
+    """
     engine.settle()
     engine.end_pass(finished=False)
     engine.snapshots.boundary()
     engine.runner.idle()
     engine.runner.drain()
+    if engine.ranks is not None:
+        engine.ranks.failed(False)
 
 
 def _parameters(engine: Engine) -> Iterator[tuple[tuple[int, int], Parameter]]:
@@ -517,12 +522,11 @@ def check_run(run: Mapping[str, Any], optimizer: Optimizer, scheduler: Any, aske
             "attached; attach with it trained, load, detach, freeze it, and attach again"
         )
     for owner, one in _parameters(optimizer.engine):
+        if one.name not in saved["states"]:
+            continue
         there, slots = (
             {name: dtype for name, dtype in of.items() if not name.endswith(SCALE)}
-            for of in (
-                saved["states"].get(one.name, {"slots": {}})["slots"],
-                _slots_of(optimizer, owner) if one.name in saved["states"] else {},
-            )
+            for of in (saved["states"][one.name]["slots"], _slots_of(optimizer, owner))
         )
         if slots.keys() - there.keys() - {"momentum_buffer"} or there.items() - slots.items():
             raise ValueError(

@@ -25,12 +25,12 @@ Predicate = Callable[[Any], bool]
 
 
 class Refusal(ValueError):
-    """A checkpoint of others is refused, in a sentence."""
+    """What was read is refused, in a sentence."""
 
 
 @contextmanager
 def told(where: str, asked: str, cause: str) -> Iterator[None]:
-    """Turn what a damaged checkpoint of others can raise into a sentence.
+    """Turn what damage can raise into a sentence.
 
     Raises:
         Refusal: instead of it.
