@@ -135,7 +135,7 @@ def set_writer(
 
     It yields the name of the tensor that it is to be sent the next part of, in the order of
     `tensors`; None when all is written. No file is larger than `shard_bytes`, but for a tensor that
-    is. Closed before its end it leaves a file without one.
+    is. Closed early, it leaves a file that is not whole.
 
     Raises:
         ValueError: a dtype that the format does not have; nothing is written yet.
@@ -143,11 +143,11 @@ def set_writer(
     """
     shards, crcs, files = _shards(tensors.values(), shard_bytes), dict[str, str](), dict[str, str]()
     for number, shard in enumerate(shards, 1):
-        file_name, header = f"{prefix}-{number:05}-of-{len(shards):05}.safetensors", _head(shard)
-        size = header.size + sum(one.bytes for one in shard)
-        file = aio.Writer(os.path.join(directory, file_name), size, backend)
+        name, head = f"{prefix}-{number:05}-of-{len(shards):05}.safetensors", _head(shard)
+        size = head.size + sum(one.bytes for one in shard)
+        file = aio.Writer(os.path.join(directory, name), size, backend)
         try:
-            file.write(header)
+            file.write(head)
             for one in shard:
                 left, crc = one.bytes, 0
                 while left:
@@ -155,7 +155,7 @@ def set_writer(
                     assert part.size <= left, f"{one.name}: too long"
                     file.write(part)
                     left, crc = left - part.size, crc32c(part, crc)
-                files[one.name], crcs[one.name] = file_name, f"{crc:08x}"
+                files[one.name], crcs[one.name] = name, f"{crc:08x}"
         except BaseException:
             file.close(whole=False)
             raise
@@ -186,12 +186,8 @@ def _head(shard: Iterable[Tensor]) -> Bytes:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for one in shard:
-        offsets = at, at + one.bytes
-        header[one.name] = {
-            "dtype": NAMES[one.dtype],
-            "shape": one.shape,
-            "data_offsets": offsets,
-        }
+        form = {"dtype": NAMES[one.dtype], "shape": one.shape}
+        header[one.name] = {**form, "data_offsets": (at, at + one.bytes)}
         at += one.bytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
