@@ -22,10 +22,10 @@ from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
+import aio
 import cpu_adam
 import offload
 from offload import attachment
-from offload.checkpoint import shards
 from offload.parallel.group import Group
 from offload.program.compile import compile_program
 from offload.program.ops import Lane, Verb
@@ -232,7 +232,7 @@ def save_in_vain(rank: int, ranks: int, how: How, folder: str) -> str:
     _steps(model, optimizer, how, rank, ranks, [0])
     with pytest.MonkeyPatch.context() as patched:
         if rank == 0:
-            patched.setattr(shards.SetWriter, "_advance", _full)
+            patched.setattr(aio.Writer, "_send", _full)
         with pytest.raises((OSError, RuntimeError)) as told:
             offload.save(model, optimizer, folder)
     _steps(model, optimizer, how, rank, ranks, [1])

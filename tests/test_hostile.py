@@ -25,7 +25,7 @@ import aio
 import offload
 from cpu_adam import crc32c
 from offload.checkpoint.directory import RUN, read_run
-from offload.checkpoint.schema import Each, check, count, text
+from offload.checkpoint.schema import Each, Maybe, check, count, text
 from offload.checkpoint.shards import SetsReader
 from tests.training import Net, Run, attached, plain, result_of
 
@@ -250,13 +250,15 @@ def test_states_of_another_form_are_refused(run: Run, path: Path) -> None:
 
 
 def test_a_schema_says_where_and_what_was_expected() -> None:
-    schema = {"a": [count], "b?": Each(text, count)}
+    schema = {"a": [count], "b?": Each(text, count), "c?": (text, Maybe(count))}
     check({"a": [1, 2]}, schema, "it")
-    check({"a": [], "b": {"x": 0}}, schema, "it")
+    check({"a": [], "b": {"x": 0}, "c": ["x", None]}, schema, "it")
     for told, value in {
         "it is 5; expected a dict": 5,
         "it has no a": {"b": {}},
-        "it has 'c', which this release does not know": {"a": [], "c": 1},
+        "it has 'd', which this release does not know": {"a": [], "d": 1},
+        "it.c is ['x']; expected a list of 2": {"a": [], "c": ["x"]},
+        "it.c[1] is 'y'; expected a whole number from 0 to 2^62": {"a": [], "c": ["x", "y"]},
         "it.a is {}; expected a list": {"a": {}},
         "it.a[1] is -1; expected a whole number from 0 to 2^62": {"a": [1, -1]},
         "it.b['x'] is None; expected a whole number from 0 to 2^62": {"a": [], "b": {"x": None}},

@@ -23,7 +23,7 @@ from cpu_adam.formats import format_for
 from cpu_adam.reference import cut, views
 from cpu_adam.torch_state import scales, to_plain
 from offload.checkpoint.directory import check_fields, read_checked
-from offload.checkpoint.schema import Each, accepted, check, count, file_name, flag, shown, text
+from offload.checkpoint.schema import Each, Maybe, check, count, file_name, flag, shown, text, told
 from offload.checkpoint.shards import WEIGHTS, Tensor, items, joined, name_of
 from offload.planning.profile import ITEM_BYTES
 from offload.runtime.memory import host_tensor
@@ -46,17 +46,14 @@ def read_commit(directory: str, name: str = COMMIT) -> tuple[dict[str, Any], dic
         ValueError: one is damaged, or of a later release.
     """
     path = os.path.join(directory, name)
-    commit = _read(path, _COMMIT)
+    commit = read_checked(path, FORMAT)
+    check(commit, _COMMIT, path)
     check_fields({"format": FORMAT, **commit["run"]}, f"{path}: run")
     path = os.path.join(directory, commit["layout"])
     _require(path, commit, "the directory was not copied as a whole; copy it again")
     layout = read_layout(path)
-    try:
+    with told(path, "where the values of a commit lie", "it is of another commit, or was changed"):
         _check_places(commit, layout)
-    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"{path}: likely of another commit, or changed: {shown(str(error))}"
-        ) from error
     for file, folder in zip(record_files(directory, layout), layout["folders"]):
         likely = f"its drive is elsewhere; mount it there, or let {folder} be a link to it"
         _require(file, commit, likely if folder else "it was not copied along; copy it again")
@@ -65,9 +62,9 @@ def read_commit(directory: str, name: str = COMMIT) -> tuple[dict[str, Any], dic
 
 def _require(path: str, commit: Mapping[str, Any], likely: str) -> None:
     if not os.path.lexists(path):
-        told = f"asked for the commit of step {commit['run']['step']}; found no such file"
-        told += f"; likely it was deleted, or {likely}; or begin anew under another name"
-        raise FileNotFoundError(errno.ENOENT, told, path)
+        found = f"asked for the commit of step {commit['run']['step']}; found no such file"
+        found += f"; likely it was deleted, or {likely}; or begin anew under another name"
+        raise FileNotFoundError(errno.ENOENT, found, path)
 
 
 def read_layout(path: str) -> dict[str, Any]:
@@ -77,13 +74,9 @@ def read_layout(path: str) -> dict[str, Any]:
         OSError: it cannot be read.
         ValueError: it is damaged, or of a later release.
     """
-    return _read(path, _LAYOUT)
-
-
-def _read(path: str, schema: Any) -> dict[str, Any]:
-    found = read_checked(path, FORMAT)
-    check(found, schema, path)
-    return found
+    layout = read_checked(path, FORMAT)
+    check(layout, _LAYOUT, path)
+    return layout
 
 
 def _check_places(commit: Mapping[str, Any], layout: Mapping[str, Any]) -> None:
@@ -152,11 +145,11 @@ class CommitReader:
                 raise OSError(errno.EIO, "cut short", " and ".join(self._paths))
         except OSError as error:
             self.close()
-            told = (
+            found = (
                 f"asked for the values of a commit; found: {error.strerror}; likely not all was "
                 "copied; copy it again, or begin anew under another name"
             )
-            raise OSError(error.errno, told, error.filename) from error
+            raise OSError(error.errno, found, error.filename) from error
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -270,47 +263,30 @@ def _dtype(value: Any) -> bool:
     return text(value) and value in ITEM_BYTES
 
 
-def _row(*fields: Any) -> Any:
-    """A list with one value for each of some schemas."""
-
-    def take(found: Any) -> None:
-        if not isinstance(found, list) or len(found) != len(fields):
-            raise TypeError
-        for value, schema in zip(found, fields):
-            check(value, schema, "")
-
-    return accepted(f"a list of {len(fields)} fields", take)
-
-
-def _buffers(value: Any) -> bool:
-    """a file and its checksum, or null"""
-    return value is None or _row(file_name, count)(value)
-
-
-_VALUE = _row(count, count, count)
+_VALUE = (count, count, count)
 _CHUNK = {
     "weight": _VALUE,
-    "state": lambda value: value is None or _VALUE(value),
+    "state": Maybe(_VALUE),
     "elements": count,
-    "pieces": [_row(text, count, count, count)],
+    "pieces": [(text, count, count, count)],
 }
 _LAYOUT = {
     "format": count,
     "rule": text,
     "states": text,
-    "parameters": Each(text, _row(_dtype, [count], flag)),
+    "parameters": Each(text, (_dtype, [count], flag)),
     "chunks": [_CHUNK],
     "second": count,
     "folders": [text],
-    "stripes": _row(count, [count]),
+    "stripes": (count, [count]),
     "inode": _inode,
     "name": _records,
 }
 _COMMIT = {
     "format": count,
     "layout": file_name,
-    "homes": [_row(count, count, count)],
-    "buffers": _buffers,
+    "homes": [(count, count, count)],
+    "buffers": Maybe((file_name, count)),
     "forward": flag,
     "run": Each(text, lambda value: True),
 }

@@ -242,40 +242,31 @@ def durable_values(plan: Plan) -> FileLayout:
 
 def layout_of(plan: Plan) -> dict[str, Any]:
     """Which bytes of the first homes are whose."""
-    number, offset, places = 0, 0, dict[tuple[str, str], list[list[int]]]()
-    for key, sizes in durable_values(plan).items():
-        for size in sizes:
-            places.setdefault(key, []).append([number, offset, size])
-            number, offset = number + 1, offset + size
-    second = offset + sum(
-        sum(sizes) for key, sizes in plan.file.items() if key not in durable_values(plan)
-    )
-    units = list[list[dict[str, Any]]]()
+    values, places, end = durable_values(plan), dict[tuple[str, str, int], list[int]](), 0
+    for (kind, name), sizes in values.items():
+        for chunk, size in enumerate(sizes):
+            places[kind, name, chunk] = [len(places), end, size]
+            end += size
+    beside = sum(sum(sizes) for key, sizes in plan.file.items() if key not in values)
+    chunks = list[dict[str, Any]]()
     for index, unit in enumerate(plan.profile.units):
-        chunks = list[dict[str, Any]]()
+        names = [one.name for one in unit.parameters]
         for at, pieces in sorted(plan.profile.by_chunk(index).items()):
-            states = places.get(("state", unit.name), [])
-            one: dict[str, Any] = {"weight": places["weight", unit.name][at]}
-            one["state"] = states[at] if at < len(states) else None
-            one["elements"] = unit.chunks[at].elements if at < len(unit.chunks) else 0
-            one["pieces"] = [
-                [unit.parameters[p.parameter].name, p.parameter_start, p.chunk_start, p.elements]
-                for p in pieces
+            of = [
+                [names[p.parameter], p.parameter_start, p.chunk_start, p.elements] for p in pieces
             ]
+            one: dict[str, Any] = {"weight": places["weight", unit.name, at], "pieces": of}
+            one["state"] = places.get(("state", unit.name, at))
+            one["elements"] = unit.chunks[at].elements if at < len(unit.chunks) else 0
             chunks.append(one)
-        units.append(chunks)
-    parameters = {
-        one.name: [one.dtype, [*one.shape], one.trainable]
-        for unit in plan.profile.units
-        for one in unit.parameters
-    }
+    all_ = (one for unit in plan.profile.units for one in unit.parameters)
     return {
         "format": FORMAT,
         "rule": plan.states.rule,
         "states": plan.states.states,
-        "parameters": parameters,
-        "chunks": [chunk for unit in units for chunk in unit],
-        "second": second,
+        "parameters": {one.name: [one.dtype, [*one.shape], one.trainable] for one in all_},
+        "chunks": chunks,
+        "second": end + beside,
     }
 
 

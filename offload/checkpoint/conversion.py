@@ -26,7 +26,7 @@ from offload.checkpoint.directory import (
     whole_directory,
     write_checked,
 )
-from offload.checkpoint.saving import write_sets
+from offload.checkpoint.saving import states_of, write_sets
 from offload.checkpoint.shards import PART_ELEMENTS, SCALE, SHARD_BYTES, WEIGHTS, SetsReader
 
 RESIDUE = "residue"
@@ -109,15 +109,11 @@ def _open(where: str, backend: aio.Backend, opened: ExitStack) -> Checkpoint:
 def _open_sets(where: str, whole: bool, backend: aio.Backend, opened: ExitStack) -> Checkpoint:
     """A save, or a folder of Hugging Face."""
     run = read_run(where) if whole else {"format": FORMAT, "step": 0, "user": None}
-    states = _states(run)
+    states = states_of(run)
     prefixes = dict.fromkeys([WEIGHTS, *(s for one in states.values() for s in one["slots"])])
     reader = opened.enter_context(closing(SetsReader(where, prefixes, backend)))
     sets = reader.tensors
     return Checkpoint(sets, reader.values, run, states or sets[WEIGHTS])
-
-
-def _states(run: dict[str, Any]) -> dict[str, Any]:
-    return run.get("optimizer", {"states": {}})["states"]  # type: ignore[no-any-return]
 
 
 def _cast(found: Checkpoint, dtype: str | None, alone: bool) -> Checkpoint:
@@ -126,7 +122,7 @@ def _cast(found: Checkpoint, dtype: str | None, alone: bool) -> Checkpoint:
     Raises:
         ValueError: a state is of no parameter, or of one in a dtype that is not trained.
     """
-    states = {} if alone else _states(found.run)
+    states = {} if alone else states_of(found.run)
     made = Checkpoint({WEIGHTS: {}}, found.values, found.run, ())
     made.values = partial(_values, found, made)
     for name, one in found.sets[WEIGHTS].items():

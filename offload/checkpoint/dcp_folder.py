@@ -34,7 +34,6 @@ from torch.distributed.checkpoint.utils import _create_file_view
 
 from offload.checkpoint.schema import COUNT_MAX, check, count, file_name, shown
 from offload.checkpoint.shards import (
-    ITEM_BYTES,
     NAMES,
     PART_ELEMENTS,
     Tensor,
@@ -141,7 +140,7 @@ class Folder:
     def _check(self, one: Tensor, chunks: list[_Place]) -> None:
         if one.dtype not in NAMES:
             raise ValueError(f"{shown(one.name)} of {one.dtype}, which no save has")
-        shape, item = one.shape, ITEM_BYTES[NAMES[one.dtype]]
+        shape, item = one.shape, one.itemsize
         for box in (*chunks, _Place("", 0, COUNT_MAX, (0,) * len(shape), shape)):
             within = len(box.offsets) == len(box.sizes) == len(shape) and all(
                 count(at) and count(size) and at + size <= most

@@ -19,7 +19,7 @@ import torch
 from offload.checkpoint.dcp_folder import Folder, Path, Shape, write_folder
 from offload.checkpoint.deepspeed_shards import RULES, Checkpoint
 from offload.checkpoint.directory import FORMAT, decoded, encoded
-from offload.checkpoint.saving import progress
+from offload.checkpoint.saving import progress, states_of
 from offload.checkpoint.schema import Refusal, shown, told
 from offload.checkpoint.shards import PART_ELEMENTS, WEIGHTS, Sets, Tensor, bytes_of
 
@@ -238,8 +238,7 @@ def write_dcp(where: str, made: Checkpoint, what: str) -> None:
     Raises:
         OSError: something cannot be read or written.
     """
-    saved = made.run.get("optimizer", {"rule": "", "states": {}, "groups": []})
-    states: dict[str, Any] = saved["states"]
+    saved, states = made.run.get("optimizer", {"rule": "", "groups": []}), states_of(made.run)
     sets: Sets = {**made.sets, STEP: {name: Tensor(name, "float32", ()) for name in states}}
     tensors: dict[Path, tuple[str, Tensor]] = {}
     for prefix, named in sets.items():

@@ -24,7 +24,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from offload.checkpoint.directory import FORMAT, encoded
 from offload.checkpoint.schema import told
-from offload.checkpoint.shards import WEIGHTS, Sets, Tensor, Values, joined
+from offload.checkpoint.shards import WEIGHTS, Sets, Tensor, Values, joined, name_of
 
 RULES = {("exp_avg",): "lion", ("exp_avg", "exp_avg_sq"): "adam", ("momentum_buffer",): "sgd"}
 """The update's rule by the slots of its states, but for the residue."""
@@ -181,7 +181,7 @@ def _not_trained(models: list[Any], trained: Any) -> dict[str, tuple[Tensor, tor
             shape = frozen[name]
             values = torch.cat([one["frozen_param_fragments"][name] for one in models])
         values = values.reshape(-1)[: shape.numel()]
-        found[name] = Tensor(name, str(values.dtype).removeprefix("torch."), tuple(shape)), values
+        found[name] = Tensor(name, name_of(values.dtype), tuple(shape)), values
     return found
 
 

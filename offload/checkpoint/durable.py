@@ -150,9 +150,10 @@ class Commits:
         model, path = self._root(), self._directory.path
         asked = f"asked to go on from step {run['step']} in {path}"
         with closing(CommitReader(path, commit, layout)) as reader, engine.lock:
-            check_sets(sets_of(engine, model, {}), {WEIGHTS: reader.tensors}, asked)
+            sets = sets_of(engine, model, run)
+            check_sets({WEIGHTS: sets[WEIGHTS]}, {WEIGHTS: reader.tensors}, asked)
             check_run(run, optimizer, None, asked)
-            take_over(engine, model, optimizer, run, reader.values)
+            take_over(engine, model, optimizer, run, sets, reader.values)
         self._closed = self._asked = run["step"]
         self._versions = self._seen()
         self._restored = run, commit["forward"]

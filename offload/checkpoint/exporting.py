@@ -15,9 +15,9 @@ from torch import nn
 
 from aio.errors import naming
 from offload.checkpoint.directory import whole_directory
-from offload.checkpoint.rank_parts import Parts, meet, write_together
+from offload.checkpoint.rank_parts import Parts, write_together
 from offload.checkpoint.saving import buffers_of, parts_of, sets_of, settle, write_sets
-from offload.checkpoint.shards import SHARD_BYTES, WEIGHTS
+from offload.checkpoint.shards import SHARD_BYTES, WEIGHTS, Sets
 from offload.model.engine import Engine, engine_of
 from offload.model.passes import refuse_inside
 from offload.planning.tiers import parse_bytes
@@ -68,7 +68,6 @@ def export(
         raise TypeError(f"export: {', '.join(options)} is of adapters, and the model has none")
     with engine.lock, ExitStack() as opened:
         settle(engine)
-        meet(engine)
         values = _adapters(engine, model, options) if adapters else {}
         opened.enter_context(interruptible())
 
@@ -80,21 +79,23 @@ def export(
                 with naming("write of configs or adapters", new):
                     write_rest(model, new, state_dict=values, **options)
                 if not adapters:
-                    _write(engine, model, new, parts, f"exporting to {where}", shard_bytes)
+                    _write(model, new, sets, parts, f"exporting to {where}", shard_bytes)
             if taken:
                 _move(os.path.join(where, STAGED), where)
 
-        parts = None if adapters else parts_of(engine, model, None, {})
-        write_together(engine, parts, {}, not adapters, write)
+        sets = {WEIGHTS: {}} if adapters else sets_of(engine, model, {})
+        write_together(engine, parts_of(engine, model, None, sets), sets, write)
 
 
 def _write(
-    engine: Engine, model: nn.Module, new: str, all_: Parts, told: str, shard_bytes: int
+    model: nn.Module, new: str, sets: Sets, all_: Parts, told: str, shard_bytes: int
 ) -> None:
     """Write the weights, under the names that the files of the model's kind have."""
-    found, names = sets_of(engine, model, {})[WEIGHTS], _names(model)
+    names = _names(model)
     tensors = {
-        names[name]: one._replace(name=names[name]) for name, one in found.items() if name in names
+        names[name]: one._replace(name=names[name])
+        for name, one in sets[WEIGHTS].items()
+        if name in names
     }
 
     def parts() -> Parts:

@@ -1,59 +1,44 @@
 """Values of a model that is cut over ranks, brought to the first rank, which writes them.
 
 [Note: Saves over ranks]
-All ranks call a save. A segment of a unit is cut in one range a rank, so its values in order are
-those of the rank at the first position, then those of the next: each rank reads its chunks in the
-order in which they lie, as with one process, and sends them in its turn. The window is one chunk.
-All ranks meet before each unit, so that a save which has failed on the first ends on all of them.
+All ranks call a save. A segment of a unit is cut in one range a rank, so the values of a parameter
+in order are those of the rank at the first position, then those of the next: each rank reads its
+chunks in the order in which they lie, as with one process, and sends what they have of a parameter
+in its turn. The window is one chunk. All ranks meet before each unit, so that a save which has
+failed on the first ends on all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import TypeAlias
 
 import torch
 
-from offload.checkpoint.shards import ITEM_BYTES, NAMES, WEIGHTS, SetsReader, bytes_of, items
+from offload.checkpoint.shards import WEIGHTS, Sets, SetsReader, Tensor, bytes_of, items
 from offload.model.engine import Engine
-from offload.planning.profile import Piece, Sharding, profile_of
+from offload.planning.profile import Sharding, profile_of
 from offload.runtime.entry import EngineError
-
-States = Mapping[str, Mapping[str, Any]]
-"""By parameter that has stepped: its `steps`, and the dtypes of its `slots`."""
 
 Parts: TypeAlias = Iterator[tuple[str, str, torch.Tensor]]
 """Values, part by part: the prefix, the name of the parameter, and the part, 1-D."""
 
 
-def meet(engine: Engine) -> None:
-    """Wait for all ranks, before what they do together.
-
-    Raises:
-        EngineError: they do something else.
-    """
-    if engine.ranks is not None:
-        engine.ranks.failed(False)
-
-
 def write_together(
-    engine: Engine,
-    mine: Parts | None,
-    states: States,
-    frozen: bool,
-    write: Callable[[Parts], object],
+    engine: Engine, mine: Parts, sets: Sets, write: Callable[[Parts], object]
 ) -> None:
-    """Let `write` take the parts of all ranks, on the first of them, of which these are `mine`, or
-    none, where it needs none.
+    """Let `write` take the parts of sets of all ranks, on the first of them; `mine` are those of
+    this one.
 
     Raises:
         OSError and others: what `write` raised; on other ranks a RuntimeError that tells it.
     """
     if engine.ranks is None:
-        write(mine or iter(()))
+        write(mine)
         return
     failed = list[Exception]()
-    parts = iter(()) if mine is None else _of_all(engine, mine, states, frozen, failed)
+    parts = _of_all(engine, mine, sets, failed)
     if engine.ranks.group.rank == 0:
         try:
             write(parts)
@@ -76,7 +61,7 @@ def read_together(engine: Engine, reader: SetsReader, read: Callable[[], object]
     if engine.ranks is None:
         read()
         return
-    meet(engine)
+    engine.ranks.failed(False)  # Nothing is changed unless all of them have come here.
     failed = list[Exception]()
     try:
         read()
@@ -96,42 +81,38 @@ def _tell(engine: Engine, failed: list[Exception], what: str) -> None:
             raise RuntimeError(f"rank {rank} {what}: {text}")
 
 
-def _of_all(
-    engine: Engine, mine: Parts, states: States, frozen: bool, failed: list[Exception]
-) -> Parts:
+def _of_all(engine: Engine, mine: Parts, sets: Sets, failed: list[Exception]) -> Parts:
     """The parts of all ranks in the order of one process, to the first; `mine` are those of this
     rank, and last on the first its buffers."""
     ranks, device = engine.ranks, engine.runner.device
-    full, count, order = engine.plan.profile.full, ranks.group.ranks, ranks.group.order
+    full, count = engine.plan.profile.full, ranks.group.ranks
     profiles = [profile_of(full, sharding=Sharding(at, count)) for at in range(count)]
-    for unit, whole in enumerate(full):
+    for unit in full:
         if ranks.failed(bool(failed)):
             return
-        for at, segment in enumerate(whole.segments):
-            for rank, profile in zip(order, profiles) if frozen or segment.trainable else ():
-                for _, pieces in sorted(profile.by_chunk(unit).items()):
-                    first = whole.parameters[pieces[0].parameter]
-                    if first.segment != at:
-                        continue
-                    sizes = list(_sizes(engine, pieces, states))
-                    if rank == 0:  # Which writes them itself.
-                        yield from (next(mine) for _ in sizes if ranks.group.rank == 0)
-                        continue
-                    sent = device.empty((sum(size for *_, size in sizes),), torch.uint8)
-                    slots = torch.split(sent, [size for *_, size in sizes])
-                    for slot in slots if rank == ranks.group.rank else ():
-                        slot.copy_(torch.from_numpy(bytes_of(next(mine)[2].cpu().contiguous())))
-                    ranks.group.spread(sent, rank)
-                    if ranks.group.rank == 0:
-                        yield from ((*of[:2], slot) for of, slot in zip(sizes, slots))
+        pieces = (
+            (rank, one.name, piece)
+            for one in unit.parameters
+            if one.name in sets[WEIGHTS]
+            for rank, profile in zip(ranks.group.order, profiles)
+            for piece in profile.locate(one.name)
+        )
+        for rank, name, piece in pieces:
+            parts = {
+                prefix: Tensor(name, named[name].dtype, (items(prefix, piece.elements),)).bytes
+                for prefix, named in sets.items()
+                if name in named
+            }
+            given = islice(mine, len(parts)) if rank == ranks.group.rank else ()
+            if rank == 0:  # Which writes them itself.
+                yield from given
+                continue
+            sent = device.empty((sum(parts.values()),), torch.uint8)
+            slots = torch.split(sent, [*parts.values()])
+            for slot, (_, _, part) in zip(slots, given):
+                slot.copy_(torch.from_numpy(bytes_of(part.cpu().contiguous())))
+            ranks.group.spread(sent, rank)
+            if ranks.group.rank == 0:
+                yield from ((prefix, name, slot) for prefix, slot in zip(parts, slots))
     if ranks.group.rank == 0:
         yield from mine
-
-
-def _sizes(engine: Engine, pieces: list[Piece], states: States) -> Iterator[tuple[str, str, int]]:
-    """What a rank gives of a chunk, in order: the prefix, the name, and how many bytes."""
-    for piece in pieces:
-        one = engine.plan.profile.full[piece.unit].parameters[piece.parameter]
-        slots = states[one.name]["slots"] if one.name in states else {}
-        for prefix, dtype in {WEIGHTS: one.dtype, **slots}.items():
-            yield prefix, one.name, items(prefix, piece.elements) * ITEM_BYTES[NAMES[dtype]]

@@ -16,7 +16,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +36,7 @@ from offload.checkpoint.directory import (
     whole_directory,
     write_checked,
 )
-from offload.checkpoint.rank_parts import Parts, States, meet, read_together, write_together
+from offload.checkpoint.rank_parts import Parts, read_together, write_together
 from offload.checkpoint.schema import shown
 from offload.checkpoint.shards import (
     SCALE,
@@ -45,12 +44,12 @@ from offload.checkpoint.shards import (
     WEIGHTS,
     Sets,
     SetsReader,
-    SetWriter,
     Tensor,
     Values,
     bytes_of,
     items,
     name_of,
+    set_writer,
 )
 from offload.model.engine import Engine, engine_of
 from offload.model.passes import refuse_inside
@@ -101,7 +100,7 @@ def save(
         OSError: a file could not be written; an earlier save is as it was.
     """
     refuse_inside("offload.save()")
-    engine, where, states = _engine_of(model, optimizer), os.fspath(directory), dict[str, Any]()
+    engine, where = _engine_of(model, optimizer), os.fspath(directory)
     run: dict[str, Any] = {"format": FORMAT, "step": engine.steps, "user": encoded(user, "user")}
     if optimizer is None and not frozen:
         raise ValueError(
@@ -113,23 +112,20 @@ def save(
         run["scheduler"] = encoded(scheduler.state_dict(), "the scheduler's state")
     with engine.lock, ExitStack() as opened:
         settle(engine)
-        meet(engine)
         if optimizer is not None:
             run["optimizer"] = optimizer_of(engine, optimizer)
-            states = run["optimizer"]["states"]
             run["random"] = random_state(engine.runner.device.torch_device)
             if engine.ranks is not None:
                 run["random_of_ranks"] = engine.ranks.group.tell_objects(run["random"])
-        sets = sets_of(engine, model, states, frozen)
+        sets = sets_of(engine, model, run)
         opened.enter_context(interruptible())
-        parts = parts_of(engine, model, optimizer, states, frozen)
 
         def write(parts: Parts) -> None:
             with whole_directory(where) as new:
                 write_sets(new, sets, parts, f"saving to {where}", shard_bytes)
                 write_checked(os.path.join(new, RUN), run)
 
-        write_together(engine, parts, states, frozen, write)
+        write_together(engine, parts_of(engine, model, optimizer, sets), sets, write)
 
 
 @entry
@@ -158,14 +154,15 @@ def load(
             In the last case the engine has ended: load another save in a new process.
     """
     refuse_inside("offload.load()")
-    engine, where, states = _engine_of(model, optimizer), os.fspath(directory), dict[str, Any]()
+    engine, where = _engine_of(model, optimizer), os.fspath(directory)
     with engine.lock, ExitStack() as opened:
         run, asked = read_run(where), f"asked to load {where}"
-        if optimizer is not None:
+        if optimizer is None:
+            run.pop("optimizer", None)
+        else:
             check_run(run, optimizer, scheduler, asked)
-            states = run["optimizer"]["states"]
         settle(engine)
-        sets = sets_of(engine, model, states, run.get("frozen", True))
+        sets = sets_of(engine, model, run)
         backend = opened.enter_context(closing(aio.open_backend()))
         reader = opened.enter_context(closing(SetsReader(where, sets, backend)))
         reader.shared = engine.ranks is not None
@@ -177,7 +174,7 @@ def load(
             moved(found.nbytes)
             return found
 
-        take = partial(take_over, engine, model, optimizer, run, values)
+        take = partial(take_over, engine, model, optimizer, run, sets, values)
         read_together(engine, reader, take)
         engine.commits.loaded()
         if scheduler is not None and optimizer is not None:
@@ -197,15 +194,18 @@ def write_sets(
         backend = opened.enter_context(closing(aio.open_backend()))
         moved = opened.enter_context(progress(told, sets))
         writers = {
-            prefix: opened.enter_context(SetWriter(directory, prefix, all_, backend, shard_bytes))
-            for prefix, all_ in sets.items()
+            prefix: opened.enter_context(
+                closing(set_writer(directory, prefix, tensors, backend, shard_bytes))
+            )
+            for prefix, tensors in sets.items()
         }
+        wanted = {prefix: next(writer) for prefix, writer in writers.items()}
         for prefix, name, part in parts:
+            assert wanted[prefix] == name, f"{name}: out of order"
             content = bytes_of(part.cpu().contiguous())
-            writers[prefix].write(name, content)
+            wanted[prefix] = writers[prefix].send(content)
             moved(content.size)
-        for writer in writers.values():
-            writer.finish()
+        assert not any(wanted.values()), f"{wanted}: missing"
 
 
 # -- what there is ---------------------------------------------------------------------------------
@@ -223,21 +223,25 @@ def _engine_of(model: nn.Module, optimizer: Optimizer | None) -> Engine:
 
 
 def settle(engine: Engine) -> None:
-    """Let all values be at home, and nothing under way."""
+    """Let all values be at home, and nothing under way, on all ranks.
+
+    Raises:
+        EngineError: other ranks do something else.
+    """
     engine.settle()
     engine.end_pass(finished=False)
     engine.snapshots.boundary()
     engine.runner.idle()
     engine.runner.drain()
+    if engine.ranks is not None:
+        engine.ranks.failed(False)
 
 
-def _parameters(engine: Engine, frozen: bool = True) -> Iterator[tuple[tuple[int, int], Parameter]]:
-    """All parameters, or those that are trained, in the order in which they lie, each with its unit
-    and index."""
+def _parameters(engine: Engine) -> Iterator[tuple[tuple[int, int], Parameter]]:
+    """All parameters in the order in which they lie, each with its unit and index."""
     for unit, spec in enumerate(engine.plan.profile.full):
         for index, one in enumerate(spec.parameters):
-            if frozen or one.trainable:
-                yield (unit, index), one
+            yield (unit, index), one
 
 
 def buffers_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -250,10 +254,17 @@ def buffers_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{path}.{name}".lstrip("."), buffer
 
 
-def sets_of(engine: Engine, model: nn.Module, states: States, frozen: bool = True) -> Sets:
-    """The tensors of a save, in the order of `parts_of`."""
-    found: Sets = {WEIGHTS: {}}
-    for _, one in _parameters(engine, frozen):
+def states_of(run: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Of a run, by parameter that has stepped: its `steps`, and the dtypes of its `slots`."""
+    return run["optimizer"]["states"] if "optimizer" in run else {}
+
+
+def sets_of(engine: Engine, model: nn.Module, run: Mapping[str, Any]) -> Sets:
+    """The tensors of the save of a run, in the order of `parts_of`."""
+    found, states = Sets({WEIGHTS: {}}), states_of(run)
+    for _, one in _parameters(engine):
+        if not one.trainable and not run.get("frozen", True):
+            continue
         slots = states[one.name]["slots"] if one.name in states else {}
         for prefix, dtype in {WEIGHTS: one.dtype, **slots}.items():
             shape = (items(prefix, one.elements),) if prefix.endswith(SCALE) else one.shape
@@ -326,14 +337,19 @@ class Chunk(NamedTuple):
         return self.weight, self.state
 
 
-def chunks_of(plan: Plan, *, frozen: bool = True) -> Iterator[Chunk]:
-    """All chunks, or those that are trained, in the order of their parameters."""
+def chunks_of(plan: Plan, sets: Sets | None = None) -> Iterator[Chunk]:
+    """All chunks, or those whose weights are in some sets, in the order of their parameters."""
     for unit, spec in enumerate(plan.profile.units):
         for at, pieces in sorted(plan.profile.by_chunk(unit).items()):
             weight = None if unit in plan.residents else Value("weight", unit, at)
             state = Value("state", unit, at) if at < len(spec.chunks) else None
-            if frozen or state is not None:
+            if sets is None or plan.profile.name_of(pieces[0]) in sets[WEIGHTS]:
                 yield Chunk(pieces, weight, state)
+
+
+def _slots_in(sets: Sets, name: str) -> list[str]:
+    """Those of the states of a parameter."""
+    return [prefix for prefix, named in sets.items() if prefix != WEIGHTS and name in named]
 
 
 def part_of(
@@ -347,28 +363,21 @@ def part_of(
     return one.detach().view(-1)[piece.parameter_start : piece.parameter_stop]
 
 
-def parts_of(
-    engine: Engine,
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    states: States,
-    frozen: bool = True,
-) -> Parts:
-    """All values that are here, each part where it lies."""
+def parts_of(engine: Engine, model: nn.Module, optimizer: Optimizer | None, sets: Sets) -> Parts:
+    """What is here of the values of some sets, each part where it lies."""
 
     def read(chunk: Chunk) -> tuple[Chunk, list[torch.Tensor | None]]:
-        wanted = chunk.values if states else (chunk.weight, None)
+        wanted = chunk.values if len(sets) > 1 else (chunk.weight, None)
         return chunk, [one and engine.runner.read_home(one) for one in wanted]
 
-    for chunk, (weights, record) in ahead(read, chunks_of(engine.plan, frozen=frozen)):
+    for chunk, (weights, record) in ahead(read, chunks_of(engine.plan, sets)):
         for piece in chunk.pieces:
-            one = engine.plan.profile.units[piece.unit].parameters[piece.parameter]
-            parameters = engine.units[piece.unit].parameters
-            yield WEIGHTS, one.name, part_of(piece, weights, parameters)
-            if optimizer is not None and one.name in states:
-                slots = optimizer.states.part(piece, record, scaled=True)
-                for slot in states[one.name]["slots"]:
-                    yield slot, one.name, slots[slot]
+            name = engine.plan.profile.name_of(piece)
+            yield WEIGHTS, name, part_of(piece, weights, engine.units[piece.unit].parameters)
+            slots = _slots_in(sets, name)
+            if slots and optimizer is not None:
+                state = optimizer.states.part(piece, record, scaled=True)
+                yield from ((slot, name, state[slot]) for slot in slots)
     for name, buffer in buffers_of(model):
         yield WEIGHTS, name, buffer.detach().reshape(-1)
 
@@ -380,10 +389,10 @@ def fill(
     parameters: Sequence[Sequence[torch.Tensor]],
     values: Values,
     optimizer: Optimizer | None = None,
-    states: States = MappingProxyType({}),
+    sets: Sets | None = None,
 ) -> None:
     """Read chunks in order and put them home: weights, those of resident units into `parameters`,
-    which has those of each unit, and of an optimizer the states."""
+    which has those of each unit, and of an optimizer the states that are in `sets`."""
     plan = runner.plan
     largest = max(size for unit in plan.profile.units for _, size in unit.weight_chunks)
     buffers = itertools.cycle([host_tensor(largest) for _ in range(AHEAD + 2)])
@@ -400,11 +409,11 @@ def fill(
             if chunk.weight is not None:
                 weights = next(buffers)[: runner.memory.extent(chunk.weight)[1]].zero_()
             for piece in chunk.pieces:
-                name = plan.profile.units[piece.unit].parameters[piece.parameter].name
+                name = plan.profile.name_of(piece)
                 first, count = plan.profile.element(piece), piece.elements
                 there = part_of(piece, weights, parameters[piece.unit])
                 there.copy_(values(WEIGHTS, name, first, count))
-                slots = states[name]["slots"] if name in states else ()
+                slots = _slots_in(sets or {}, name)
                 given = {k: values(k, name, items(k, first), items(k, count)) for k in slots}
                 parts.append((piece, given))
             homes = [plan.home(v.kind, v.unit).tier for v in chunk.values if v is not None]
@@ -423,25 +432,24 @@ def take_over(
     model: nn.Module,
     optimizer: Optimizer | None,
     run: Mapping[str, Any],
+    sets: Sets,
     values: Values,
 ) -> None:
     """Go on from a run that `check_run` and `check_sets` let pass: weights and buffers, and with an
     optimizer its states, step numbers and hyper-parameters, and the random numbers."""
-    states: States = {} if optimizer is None else run["optimizer"]["states"]
     with engine.runner.once():
         for unit in engine.units:
             if unit.index not in engine.residents:
                 engine.weights_changed(unit.index)
             count_change(unit.parameters)
-        chunks = chunks_of(engine.plan, frozen=run.get("frozen", True))
         parameters = [unit.parameters for unit in engine.units]
-        fill(engine.runner, chunks, parameters, values, optimizer, states)
+        fill(engine.runner, chunks_of(engine.plan, sets), parameters, values, optimizer, sets)
         for name, buffer in buffers_of(model):
             buffer.copy_(values(WEIGHTS, name, 0, buffer.numel()).view(buffer.shape))
         if optimizer is None:
             return
         for owner, parameter in _parameters(engine):
-            saved = states.get(parameter.name, {"steps": 0, "slots": {}})
+            saved = states_of(run).get(parameter.name, {"steps": 0, "slots": {}})
             optimizer.states.count(owner, saved["steps"], saved["slots"])
         engine.steps = run["step"]
         optimizer.take_options(options_of(run))
@@ -515,12 +523,11 @@ def check_run(run: Mapping[str, Any], optimizer: Optimizer, scheduler: Any, aske
             "attached; attach with it trained, load, detach, freeze it, and attach again"
         )
     for owner, one in _parameters(optimizer.engine):
+        if one.name not in saved["states"]:
+            continue
         there, slots = (
             {name: dtype for name, dtype in of.items() if not name.endswith(SCALE)}
-            for of in (
-                saved["states"].get(one.name, {"slots": {}})["slots"],
-                _slots_of(optimizer, owner) if one.name in saved["states"] else {},
-            )
+            for of in (saved["states"][one.name]["slots"], _slots_of(optimizer, owner))
         )
         if slots.keys() - there.keys() - {"momentum_buffer"} or there.items() - slots.items():
             raise ValueError(

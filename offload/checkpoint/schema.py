@@ -1,8 +1,9 @@
 """What a file of JSON may say: a schema, and the one function that holds data against it.
 
 A schema is a predicate (its docstring says what it lets pass), a dict of schemas by key (`key?` may
-be missing, others may not, and no more may come), `[schema]` for a list of any length, or `Each`
-for a dict of any names. Nothing that a file says is used before it has passed.
+be missing, others may not, and no more may come), `Each` for a dict of any names, `[schema]` for a
+list of any length, a tuple of schemas for one of as many, or `Maybe` for what may be null. Nothing
+that a file says is used before it has passed.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ Predicate = Callable[[Any], bool]
 
 
 class Refusal(ValueError):
-    """A checkpoint of others is refused, in a sentence."""
+    """What was read is refused, in a sentence."""
 
 
 @contextmanager
 def told(where: str, asked: str, cause: str) -> Iterator[None]:
-    """Turn what a damaged checkpoint of others can raise into a sentence.
+    """Turn what damage can raise into a sentence.
 
     Raises:
         Refusal: instead of it.
@@ -51,6 +52,12 @@ class Each(NamedTuple):
     values: Any
 
 
+class Maybe(NamedTuple):
+    """Null, or what is of a schema."""
+
+    schema: Any
+
+
 def check(value: Any, schema: Any, where: str) -> None:
     """Refuse what is not of a schema.
 
@@ -61,16 +68,23 @@ def check(value: Any, schema: Any, where: str) -> None:
         if not schema(value):
             raise ValueError(f"{where} is {shown(value)}; expected {schema.__doc__}")
         return
-    kind: Any = list if isinstance(schema, list) else dict
+    if isinstance(schema, Maybe):
+        if value is not None:
+            check(value, schema.schema, where)
+        return
+    kind: Any = dict if isinstance(schema, (dict, Each)) else list
     if not isinstance(value, kind):
         raise ValueError(f"{where} is {shown(value)}; expected a {kind.__name__}")
-    if isinstance(schema, list):
-        for at, one in enumerate(value):
-            check(one, schema[0], f"{where}[{at}]")
-    elif isinstance(schema, Each):
+    if isinstance(schema, Each):
         for name, one in value.items():
             check(name, schema.names, f"a key of {where}")
             check(one, schema.values, f"{where}[{shown(name)}]")
+    elif kind is list:
+        each = schema if isinstance(schema, tuple) else schema * len(value)
+        if len(each) != len(value):
+            raise ValueError(f"{where} is {shown(value)}; expected a list of {len(each)}")
+        for at, (one, of) in enumerate(zip(value, each)):
+            check(one, of, f"{where}[{at}]")
     else:
         fields = {name.rstrip("?"): one for name, one in schema.items()}
         if missing := [name for name in schema if name[-1] != "?" and name not in value]:

@@ -14,7 +14,7 @@ import errno
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import suppress
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
@@ -57,10 +57,6 @@ NAMES = {
 }
 """The format's names of torch's dtypes."""
 
-ITEM_BYTES = {
-    one: int(re.findall(r"\d+", one)[0]) // 8 if one != "BOOL" else 1 for one in NAMES.values()
-}
-
 WEIGHTS, SCALE = "model", "_scale"
 """The set of weights; the end of the names of those with a number for each group of elements."""
 
@@ -76,9 +72,14 @@ class Tensor(NamedTuple):
     shape: tuple[int, ...]
 
     @property
+    def itemsize(self) -> int:
+        """Bytes of each of its values."""
+        return getattr(torch, self.dtype).itemsize  # type: ignore[no-any-return]
+
+    @property
     def bytes(self) -> int:
         """Of all its values."""
-        return prod(self.shape) * ITEM_BYTES[NAMES[self.dtype]]
+        return prod(self.shape) * self.itemsize
 
     def parts(self, most: int) -> Iterator[tuple[int, int]]:
         """Of its numbers the first and the count, in order, of parts that are no larger."""
@@ -123,122 +124,74 @@ def joined(
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
-class SetWriter:
-    """Writes the tensors of a set, in their order, to files `PREFIX-00001-of-N.safetensors`."""
+def set_writer(
+    directory: str,
+    prefix: str,
+    tensors: Mapping[str, Tensor],
+    backend: aio.Backend,
+    shard_bytes: int,
+) -> Generator[str | None, Bytes, None]:
+    """Writes the tensors of a set to files `PREFIX-00001-of-N.safetensors`, and then their index.
 
-    def __init__(
-        self,
-        directory: str,
-        prefix: str,
-        tensors: Mapping[str, Tensor],
-        backend: aio.Backend,
-        shard_bytes: int = SHARD_BYTES,
-    ):
-        """Nothing is written yet. No shard is larger than `shard_bytes`, but for a tensor that is.
+    It yields the name of the tensor that it is to be sent the next part of, in the order of
+    `tensors`; None when all is written. No file is larger than `shard_bytes`, but for a tensor that
+    is. Closed early, it leaves a file that is not whole.
 
-        Raises:
-            ValueError: a dtype that the format does not have.
-        """
-        self._directory, self._prefix, self._backend = directory, prefix, backend
-        self._shards: list[list[Tensor]] = [[]]
-        filled = 0
-        for one in tensors.values():
-            if one.dtype not in NAMES:
-                raise ValueError(f"{one.name} is of {one.dtype}, which safetensors does not have")
-            if filled and filled + one.bytes > shard_bytes:
-                self._shards.append([])
-                filled = 0
-            self._shards[-1].append(one)
-            filled += one.bytes
-        self._order = self._steps()
-        self._now: Tensor | None = None
-        self._left = 0
-        """Bytes of it that have not come."""
-        self._file: aio.Writer | None = None
-        self._crcs: dict[str, str] = {}
-        self._crc = 0
-
-    def _name(self, shard: int) -> str:
-        return f"{self._prefix}-{shard + 1:05}-of-{len(self._shards):05}.safetensors"
-
-    def _steps(self) -> Iterator[Tensor]:
-        """The tensors in order; on the way from one to the next, files end and begin."""
-        for number, shard in enumerate(self._shards):
-            header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-            at = 0
+    Raises:
+        ValueError: a dtype that the format does not have; nothing is written yet.
+        OSError: something could not be written.
+    """
+    shards, crcs, files = _shards(tensors.values(), shard_bytes), dict[str, str](), dict[str, str]()
+    for number, shard in enumerate(shards, 1):
+        name, head = f"{prefix}-{number:05}-of-{len(shards):05}.safetensors", _head(shard)
+        size = head.size + sum(one.bytes for one in shard)
+        file = aio.Writer(os.path.join(directory, name), size, backend)
+        try:
+            file.write(head)
             for one in shard:
-                header[one.name] = {
-                    "dtype": NAMES[one.dtype],
-                    "shape": one.shape,
-                    "data_offsets": (at, at + one.bytes),
-                }
-                at += one.bytes
-            text = json.dumps(header, separators=(",", ":")).encode()
-            text += b" " * (-len(text) % 8)
-            path = os.path.join(self._directory, self._name(number))
-            self._file = aio.Writer(path, 8 + len(text) + at, self._backend)
-            head = len(text).to_bytes(8, "little") + text
-            self._file.write(np.frombuffer(head, np.uint8))
-            yield from shard
-            self._close()
+                left, crc = one.bytes, 0
+                while left:
+                    part = yield one.name
+                    assert part.size <= left, f"{one.name}: too long"
+                    file.write(part)
+                    left, crc = left - part.size, crc32c(part, crc)
+                files[one.name], crcs[one.name] = name, f"{crc:08x}"
+        except BaseException:
+            file.close(whole=False)
+            raise
+        file.close()
+    total = sum(one.bytes for one in tensors.values())
+    index = {"metadata": {"total_size": total, "crc32c": crcs}, "weight_map": files}
+    path = os.path.join(directory, f"{prefix}.safetensors.index.json")
+    write_file(path, (json.dumps(index, indent=1) + "\n").encode())
+    yield None
 
-    def write(self, name: str, part: Bytes) -> None:
-        """Append part of a tensor: the next of the one under way, or the first of the one after it.
 
-        Raises:
-            OSError: the file could not be made, or written.
-        """
-        if not self._left:
-            self._advance()
-        assert self._now is not None
-        assert self._file is not None
-        assert (self._now.name, True) == (name, part.size <= self._left), f"{name}: out of order"
-        self._crc = crc32c(part, self._crc)
-        self._file.write(part)
-        self._left -= part.size
-        if not self._left:
-            self._crcs[name] = f"{self._crc:08x}"
+def _shards(tensors: Iterable[Tensor], most: int) -> list[list[Tensor]]:
+    """Which tensors are in each file."""
+    shards, filled = list[list[Tensor]]([[]]), 0
+    for one in tensors:
+        if one.dtype not in NAMES:
+            raise ValueError(f"{one.name} is of {one.dtype}, which safetensors does not have")
+        if filled and filled + one.bytes > most:
+            shards.append([])
+            filled = 0
+        shards[-1].append(one)
+        filled += one.bytes
+    return shards
 
-    def _advance(self) -> None:
-        """To the next tensor that has values."""
-        for one in self._order:
-            self._now, self._left, self._crc = one, one.bytes, 0
-            if self._left:
-                return
-            self._crcs[one.name] = f"{0:08x}"
-        self._now = None
 
-    def finish(self) -> int:
-        """Flush the last file and write the index. Returns the bytes of all tensors.
-
-        Raises:
-            OSError: something could not be written.
-        """
-        assert not self._left, "a tensor lacks its end"
-        self._advance()
-        assert self._now is None, "a tensor is missing"
-        total = sum(one.bytes for shard in self._shards for one in shard)
-        index = {
-            "metadata": {"total_size": total, "crc32c": self._crcs},
-            "weight_map": {
-                one.name: self._name(n) for n, shard in enumerate(self._shards) for one in shard
-            },
-        }
-        text = json.dumps(index, indent=1) + "\n"
-        path = os.path.join(self._directory, f"{self._prefix}.safetensors.index.json")
-        write_file(path, text.encode())
-        return total
-
-    def _close(self, *, whole: bool = True) -> None:
-        file, self._file = self._file, None
-        if file is not None:
-            file.close(whole=whole)
-
-    def __enter__(self) -> SetWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._close(whole=False)  # What an error has left open.
+def _head(shard: Iterable[Tensor]) -> Bytes:
+    """What a file begins with."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for one in shard:
+        form = {"dtype": NAMES[one.dtype], "shape": one.shape}
+        header[one.name] = {**form, "data_offsets": (at, at + one.bytes)}
+        at += one.bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return np.frombuffer(len(text).to_bytes(8, "little") + text, np.uint8)
 
 
 class _Place(NamedTuple):

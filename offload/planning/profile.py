@@ -285,6 +285,10 @@ class Profile:
             chunk, start = divmod(at, full)
             yield Piece(unit, before + chunk, parameter, start, at - one.start, count)
 
+    def name_of(self, piece: Piece) -> str:
+        """The name of the parameter that a piece is of."""
+        return self.units[piece.unit].parameters[piece.parameter].name
+
     def element(self, piece: Piece) -> int:
         """Which element of its full parameter is the first of a piece."""
         return self.units[piece.unit].parameters[piece.parameter].first + piece.parameter_start
