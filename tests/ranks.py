@@ -170,6 +170,17 @@ class Block(nn.Module):
         return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
+class Halves(nn.Module):
+    """Used twice, each time by one of its halves."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.halves = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, half: int) -> torch.Tensor:
+        return x + torch.relu(self.halves[half](x))
+
+
 class Model(nn.Module):
     """A few blocks of odd sizes. `kind` is one of `KINDS`."""
 
@@ -190,11 +201,16 @@ class Model(nn.Module):
             self.extra = nn.Linear(width, width)
         if kind == "experts":
             self.experts = nn.ModuleList(Block(width) for _ in range(3))
+        if kind == "braided":
+            self.strands = nn.ModuleList(Halves(width) for _ in range(2))
         if kind == "scalar":
             self.gain = nn.Parameter(torch.ones(()))
 
     def forward(self, tokens: torch.Tensor, only: int | None = None) -> torch.Tensor:
         x = self.embed(tokens)
+        if self.kind == "braided":  # The gradients of two units come in turns.
+            x, y = self.strands[0](x, 0), self.strands[1](x, 0)
+            x = self.strands[0](y, 1) + self.strands[1](x, 1)
         for at, block in enumerate(self.blocks):
             if only is not None and at == only:
                 continue
@@ -225,6 +241,7 @@ KINDS = (
     "unused",
     "experts",
     "generates",
+    "braided",
 )
 
 
