@@ -333,7 +333,9 @@ class _Attaching:
                 runner.share = share
             self._fill(runner)
             made = self._start(runner)
-        except BaseException:
+        except BaseException as error:
+            if self.group is not None:
+                self.group.fail(error)
             try:
                 self._undo(runner)
             finally:

@@ -27,6 +27,7 @@ from offload.planning.profile import (
     profile_of,
 )
 from offload.planning.tiers import TIERS
+from offload.runtime.entry import EngineError
 from offload.runtime.torch_internals import local_part
 
 UNIT_COST_BYTES = 256 << 10
@@ -85,14 +86,9 @@ def planned_alike(
         EngineError: none fits another rank.
     """
 
+    sharding = Sharding(group.position, group.ranks)
+
     def least() -> tuple[list[Group], Plan]:
-        sharding = Sharding(group.position, group.ranks)
-        if config.shard != 3:
-            try:
-                return cut(replace(sharding, keeps=True))
-            except BudgetError:
-                if config.shard == 2:
-                    raise
         found = cut(sharding)
         if group.folds < group.ranks:  # Columns keep what they have where nothing else has to go.
             with suppress(BudgetError):
@@ -100,7 +96,15 @@ def planned_alike(
                 return more if _but_columns(more[1]) == _but_columns(found[1]) else found
         return found
 
-    found: tuple[list[Group], Plan] = group.all_or_none(least, id)
+    found: tuple[list[Group], Plan]
+    if config.shard != 3:
+        try:
+            found = group.all_or_none(partial(cut, replace(sharding, keeps=True)), id)
+            return found
+        except (BudgetError, EngineError):
+            if config.shard == 2:
+                raise
+    found = group.all_or_none(least, id)
     return found
 
 

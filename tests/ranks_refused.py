@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+
 import pytest
 import torch
 from torch import nn
@@ -60,3 +63,80 @@ def misfit(rank: int, ranks: int, how: How) -> list[str]:
     assert bool((offload.local(head.weight)[1] == 2).all())
     offload.engine_of(model).close()
     return said
+
+
+def edited(rank: int, ranks: int, how: How) -> list[tuple[float, float]]:
+    """What a forward gives after edits that fall in the part of one rank, and ought to."""
+    model, _ = _attached(how)
+    plain, found = how.build()[0], []
+    with torch.no_grad():
+        for elements in (slice(0, 3), slice(-3, None)):
+            how.loss(model, 0)
+            with offload.gathered(model, "blocks.1.up.weight"):
+                model.blocks[1].up.weight.view(-1)[elements].add_(5)
+            plain.blocks[1].up.weight.view(-1)[elements].add_(5)
+            found.append((how.loss(model, 0).item(), how.loss(plain, 0).item()))
+        bias = {"blocks.2.down.bias": torch.full((47,), 2.0)}
+        for one in (model, plain):
+            one.load_state_dict(bias, strict=False)
+        found.append((how.loss(model, 0).item(), how.loss(plain, 0).item()))
+    offload.engine_of(model).close()
+    return found
+
+
+def copies(rank: int, ranks: int, how: How) -> None:
+    """Edits of what is a copy are refused, and shards of one's own are edited."""
+    model, _ = _attached(how)
+    weight = model.head.weight
+    with torch.no_grad():
+        for edit in (weight.data.mul_, weight.detach().add_):
+            with pytest.raises(offload.ShardError, match=r"offload.gathered\(model\)"):
+                edit(2)
+        average = weight.detach().clone()
+        average.mul_(0.5).add_(weight.detach(), alpha=0.5)
+        torch.zeros_like(weight).add_(average)
+    offload.engine_of(model).close()
+
+
+def two_models(rank: int, ranks: int, how: How) -> str:
+    """Rank 1 goes on to another model, while rank 0 uses the first one again."""
+    one, other = (_attached(how)[0] for _ in range(2))
+    with torch.no_grad(), pytest.raises(RuntimeError) as error:
+        for _ in range(3):
+            how.loss(one, 0)
+            how.loss(other, 0)
+        how.loss(other if rank else one, 0)
+    return str(error.value)
+
+
+def outside(rank: int, ranks: int, how: How) -> None:
+    """A rank calls fewer layers outside the model's forward than before, and then all ask for
+    values."""
+    model, _ = _attached(how)
+    with torch.no_grad():
+        for step in range(4):
+            x = torch.ones(1, 47, dtype=how.dtype)
+            for block in model.blocks[: 2 if rank and step == 3 else 4]:
+                x = block(x)
+            with offload.gathered(model, ["head.weight"]):
+                pass
+    offload.engine_of(model).close()
+
+
+def unreadable(rank: int, ranks: int, how: How, folder: str, on: int) -> tuple[str, float]:
+    """A save in which a rank cannot read what it has, and a forward after it."""
+    model, optimizer = _attached(how)
+    runner = offload.engine_of(model).runner
+    with pytest.MonkeyPatch.context() as patched:
+        if rank == on:
+            patched.setattr(type(runner), "read_home", _unreadable)
+        with pytest.raises((OSError, RuntimeError)) as error:
+            offload.save(model, optimizer, folder)
+    with torch.no_grad():
+        loss = how.loss(model, 0).item()
+    offload.engine_of(model).close()
+    return str(error.value), loss
+
+
+def _unreadable(*_: object) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))

@@ -93,7 +93,7 @@ def test_saved_by_two_and_continued_by_one_and_by_two(
 def test_a_save_that_one_rank_cannot_write_fails_on_all(two: World, tmp_path: Path) -> None:
     first, second = two.run("save_in_vain", How(), str(tmp_path / "saved"))
     assert first == "OSError: [Errno 28] No space left on device"
-    assert second == f"RuntimeError: rank 0 could not write what all ranks gave it: {first}"
+    assert second == f"RuntimeError: rank 0 could not do its part of a save: {first}"
     assert not list(tmp_path.iterdir())
 
 
@@ -283,3 +283,33 @@ def test_parts_of_a_model_train_as_by_torch(two: World) -> None:
         assert losses == wanted[0]
         assert norms == pytest.approx(wanted[1], rel=1e-12)
         assert all(torch.equal(value, wanted[2][name]) for name, value in values.items())
+
+
+@pytest.mark.parametrize("shard", [2, 3])
+def test_what_changes_on_one_rank_is_gathered_anew_by_all(two: World, shard: int) -> None:
+    how = How(dtype=torch.float32, config={**PLACES, "shard": shard})
+    for found in two.run("tests.ranks_refused.edited", how):
+        assert all(ours == plain for ours, plain in found)
+
+
+def test_an_edit_of_a_copy_is_refused(two: World) -> None:
+    two.run("tests.ranks_refused.copies", How())
+
+
+def test_layers_outside_a_forward_and_values(two: World) -> None:
+    two.run("tests.ranks_refused.outside", How(config={**PLACES, "shard": 3}))
+
+
+@pytest.mark.parametrize("on", [0, 1])
+def test_a_part_that_cannot_be_read_is_told_on_all(two: World, on: int, tmp_path: Path) -> None:
+    args = How(config=PLACES), str(tmp_path / "saved"), on
+    for text, _ in two.run("tests.ranks_refused.unreadable", *args):
+        assert "Input/output error" in text
+    assert not (tmp_path / "saved").exists()
+
+
+def test_ranks_at_two_models_are_told(tmp_path: Path) -> None:
+    world = World(2, tmp_path)
+    for text in world.run("tests.ranks_refused.two_models", How()):
+        assert "use different models at one time" in text
+    world.close()

@@ -11,6 +11,7 @@ failed on the first ends on all of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import islice
 from typing import TypeAlias
 
@@ -39,16 +40,17 @@ def write_together(
         return
     failed = list[Exception]()
     parts = _of_all(engine, mine, sets, failed)
-    if engine.ranks.group.rank == 0:
-        try:
-            write(parts)
-        except EngineError:  # Of a rank that is gone, which hears nothing.
-            raise
-        except Exception as error:
-            failed.append(error)
-    for _ in parts:
-        pass  # Until all ranks know.
-    _tell(engine, failed, "could not write what all ranks gave it")
+    with suppress(_Elsewhere):
+        if engine.ranks.group.rank == 0:
+            try:
+                write(parts)
+            except (EngineError, _Elsewhere):  # A rank that is gone hears nothing.
+                raise
+            except Exception as error:
+                failed.append(error)
+        for _ in parts:
+            pass  # Until all ranks know.
+    _tell(engine, failed, "could not do its part of a save")
 
 
 def read_together(engine: Engine, reader: SetsReader, read: Callable[[], object]) -> None:
@@ -71,6 +73,10 @@ def read_together(engine: Engine, reader: SetsReader, read: Callable[[], object]
     reader.check(engine.ranks.group.tell_objects(reader.parts))
 
 
+class _Elsewhere(Exception):
+    """A save has failed, and the rank where it did tells of it later."""
+
+
 def _tell(engine: Engine, failed: list[Exception], what: str) -> None:
     """Raise on all ranks where any of them has failed."""
     told = engine.ranks.group.tell_objects([f"{type(one).__name__}: {one}" for one in failed])
@@ -87,12 +93,12 @@ def _of_all(engine: Engine, mine: Parts, sets: Sets, failed: list[Exception]) ->
     ranks, device = engine.ranks, engine.runner.device
     full, count = engine.plan.profile.full, ranks.group.ranks
     profiles = [profile_of(full, sharding=Sharding(at, count)) for at in range(count)]
-    for unit in full:
+    for unit in (*full, None):
         if ranks.failed(bool(failed)):
-            return
+            raise _Elsewhere
         pieces = (
             (rank, one.name, piece)
-            for one in unit.parameters
+            for one in (unit.parameters if unit else ())
             if one.name in sets[WEIGHTS]
             for rank, profile in zip(ranks.group.order, profiles)
             for piece in profile.locate(one.name)
@@ -103,7 +109,7 @@ def _of_all(engine: Engine, mine: Parts, sets: Sets, failed: list[Exception]) ->
                 for prefix, named in sets.items()
                 if name in named
             }
-            given = islice(mine, len(parts)) if rank == ranks.group.rank else ()
+            given = _read(islice(mine, len(parts) * (rank == ranks.group.rank)), failed)
             if rank == 0:  # Which writes them itself.
                 yield from given
                 continue
@@ -116,3 +122,11 @@ def _of_all(engine: Engine, mine: Parts, sets: Sets, failed: list[Exception]) ->
                 yield from ((prefix, name, slot) for prefix, slot in zip(parts, slots))
     if ranks.group.rank == 0:
         yield from mine
+
+
+def _read(given: Parts, failed: list[Exception]) -> Parts:
+    """What is given, up to an error, which `failed` gets: the other ranks wait for the rest."""
+    try:
+        yield from given
+    except Exception as error:
+        failed.append(error)

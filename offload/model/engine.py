@@ -100,6 +100,7 @@ class Engine:
             self.gradients = Gradients(runner, self.passes, self.snapshots)
         else:
             self.ranks, self.gradients = make_ranks(self.passes, self.snapshots)
+            self.ranks.active = self.active
         self.updates = make_updates(self.residents)
         """Of `optim.update`, which stands above."""
         names, clips = [unit.name for unit in self.plan.profile.units], self.plan.clips

@@ -73,7 +73,7 @@ def gathered(
     Raises:
         ValueError: the model is not attached, or has no parameter of such a name.
     """
-    engine = engine_of(model)
+    engine, names = engine_of(model), [names] if isinstance(names, str) else names
     known = {
         one.name: (u.index, i) for u in engine.units for i, one in enumerate(u.spec.parameters)
     }

@@ -57,6 +57,8 @@ class FlatShard(torch.Tensor):
     _name: str
     _norms: Callable[[Sequence[torch.Tensor], float], torch.Tensor]
     _part: Part | None
+    is_copy = False
+    """Whether edits of it would be lost, and so are refused."""
 
     @staticmethod
     def __new__(
@@ -132,7 +134,8 @@ class FlatShard(torch.Tensor):
             here = found[0].local()[0]  # All values are given, as of a DTensor by a state dict.
             args[0]._local.copy_(args[1].reshape(-1)[here.start : here.stop])
             return args[0]
-        if func._schema.name.removeprefix("aten::") not in _EDITS or not _fit(args, found):
+        edits = func._schema.name.removeprefix("aten::") in _EDITS and _fit(args, found)
+        if not edits or any(one.is_copy for one in _shards(args[:1])):
             found[0]._refuse(f"{func._schema.name}()")
         found_here = func(*_locals(args), **_locals(kwargs))
         return args[0] if found_here is not None else None

@@ -42,7 +42,6 @@ class SummedGradients(Gradients):
         """By unit, the parameters whose home has a sum."""
         every = ((u, p) for u, one in enumerate(self.units) for p in sorted(one.trainable))
         self._numbers = dict(zip(every, count()))
-        ranks.group.make_room(len(self._numbers))
 
     # -- in backward -----------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -44,7 +45,12 @@ PATIENCE_S = 2.0
 twice as long to say so."""
 
 WORD_BITS = 62
-"""Of a set of parameters that one number of a message holds."""
+"""Of a set that one number of a message holds."""
+
+WORD_MASK = (1 << WORD_BITS) - 1
+
+_numbers: dict[Any, int] = {}
+"""How many models the ranks of a group have attached."""
 
 
 Made = TypeVar("Made")
@@ -57,7 +63,7 @@ class Message(NamedTuple):
     unit: int = 0
     payload: int = 0
     members: int = 0
-    """A set of parameters, a bit each."""
+    """A set of parameters or units, a bit each."""
 
 
 class Group:
@@ -79,7 +85,8 @@ class Group:
         self.apart = device.new_stream()
         """In this context collectives of slots begin: whoever begins one has waited for its slots,
         so it is behind none of the user's compute."""
-        self.make_room(0)
+        self._number = _numbers[self._group] = _numbers.get(self._group, 0) + 1
+        """Of the model, among those of these ranks."""
         self.sent_bytes = 0
         """What this rank has sent of weights and gradients so far."""
         self.step = 0
@@ -93,12 +100,6 @@ class Group:
     def position(self) -> int:
         """Which part of the model this rank has."""
         return self.order.index(self.rank)
-
-    def make_room(self, members: int) -> None:
-        """Let messages have room for sets of so many parameters."""
-        self._words = -(-members // WORD_BITS)
-        self._said = torch.zeros(3 + self._words, dtype=torch.int64)
-        self._heard = torch.zeros(self.ranks * len(self._said), dtype=torch.int64)
 
     # -- attach ----------------------------------------------------------------------------------
 
@@ -142,7 +143,7 @@ class Group:
         Raises:
             ValueError: they differ; on all of them.
         """
-        for one in model.parameters():
+        for one in chain(model.parameters(), model.buffers()):
             if not one.is_meta:
                 self.saw(local_part(one.detach()))
         names = ("states", "gradient_dtype", "max_grad_norm", "reduce", "micro_batches")
@@ -213,14 +214,27 @@ class Group:
         self.wait(work, on_host=tensor.is_cpu)
 
     def tell(self, message: Message) -> list[Message]:
-        """Say something and hear what each rank says."""
-        words, members = list(message[:3]), message.members
-        for _ in range(self._words):
-            words.append(members & (1 << WORD_BITS) - 1)
-            members >>= WORD_BITS
-        self._said.copy_(torch.tensor(words, dtype=torch.int64))
-        self.wait(self._begun(_all_gather, self._heard, self._said, self._talk), on_host=True)
-        return [self._message(row) for row in self._heard.view(self.ranks, -1).tolist()]
+        """Say something and hear what each rank says.
+
+        Raises:
+            EngineError: another rank is at another model.
+        """
+        words = -(-message.members.bit_length() // WORD_BITS)
+        mine = torch.tensor([self._number, words, *message[:3]], dtype=torch.int64)
+        rows = [row.tolist() for row in self.all_of(mine)]
+        if any(row[0] != self._number for row in rows):
+            with self._failing():
+                raise EngineError(
+                    f"the ranks use different models at one time, by numbers of their attach "
+                    f"{[row[0] for row in rows]}: let all ranks call the forwards, backwards and "
+                    "steps of all models in one order"
+                )
+        if most := max(row[1] for row in rows):
+            some = [message.members >> at * WORD_BITS & WORD_MASK for at in range(most)]
+            sets = self.all_of(torch.tensor(some, dtype=torch.int64))
+        else:
+            sets = [torch.empty(0)] * len(rows)
+        return [Message(row[2], row[3], row[4], _number_of(one)) for row, one in zip(rows, sets)]
 
     def tell_objects(self, said: object) -> list[Any]:
         """The same of any objects, for what is rare."""
@@ -228,11 +242,6 @@ class Group:
         sizes = [int(one) for one in self.all_of(torch.tensor([len(mine)]))]
         rows = self.all_of(torch.nn.functional.pad(mine, (0, max(sizes) - len(mine))))
         return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes)]
-
-    @staticmethod
-    def _message(row: Sequence[int]) -> Message:
-        members = sum(word << at * WORD_BITS for at, word in enumerate(row[3:]))
-        return Message(row[0], row[1], row[2], members)
 
     def _begun(self, collective: Any, into: torch.Tensor, source: torch.Tensor, on: Any) -> Any:
         if self._over is not None:
@@ -339,6 +348,10 @@ class Group:
             return json.loads(store.get(f"offload {key}"))
         except RuntimeError:
             return None
+
+
+def _number_of(words: torch.Tensor) -> int:
+    return sum(word << at * WORD_BITS for at, word in enumerate(words.tolist()))
 
 
 @cache

@@ -49,9 +49,6 @@ class Kind(IntEnum):
     """All ranks save or load, with whether this one has failed."""
 
 
-CHANGED = 2
-"""In the unit of an OPEN: weights have changed on this rank."""
-
 ORDERS_MAX = 64
 """Orders that are kept: there is no end of them where they depend on the data."""
 
@@ -102,13 +99,13 @@ class Order:
         """Whether the rest of the pass is known, and nothing of this unit is in it."""
         return self._queue is not None and all(one.unit != unit for one in self._queue)
 
-    def open(self, key: object, *, changed: bool = False) -> None:
-        """A pass begins; `key` is what its order depends on. All are told if weights have
-        `changed` since the one before."""
+    def open(self, key: object, changed: int = 0) -> None:
+        """A pass begins; `key` is what its order depends on. All are told which units have
+        `changed`, a bit each, since the one before."""
         known = None if self._doubts else self._known.get(key)
         mark = zlib.crc32(repr((key, known)).encode())
-        said = self._tell(Message(Kind.OPEN, (known is not None) + CHANGED * changed, mark))
-        same = all(one == said[0] for one in said)
+        said = self._tell(Message(Kind.OPEN, known is not None, mark, changed))
+        same = all(one[:3] == said[0][:3] for one in said)
         self._key, self._done = key, []
         self._alike, self._left = same, False
         self._queue = deque(known) if same and known is not None else None
@@ -153,6 +150,8 @@ class Order:
         Raises:
             EngineError: they come for something else, and this is said to all.
         """
+        if self._queue:
+            self._leave()
         said = self._until(Message(kind, unit, payload))
         if kind == Kind.VALUES and any(one != said[0] for one in said):
             self._differ(said, "for different ones")

@@ -37,7 +37,7 @@ from offload.model.passes import Entry, Passes
 from offload.model.snapshots import Key, Snapshots
 from offload.parallel.flat_shard import FlatShard
 from offload.parallel.group import Group, Message
-from offload.parallel.order import CHANGED, Kind, Order, Request
+from offload.parallel.order import Kind, Order, Request
 from offload.planning.layout import Place
 from offload.planning.profile import ITEM_BYTES, Sharding, shard_of
 from offload.program.compile import collected, exchange
@@ -70,12 +70,12 @@ class Ranks:
         self._order = Order(self._tell, self._serve)
         self._in_columns: set[int] = set()
         """Units of which the device has what its column does; the same ones on all ranks."""
-        self._changed = False
-        """Whether weights have, since a pass began."""
+        self._changed: set[int] = set()
+        """Units of which weights here have, since a pass began."""
         self._flying: deque[tuple[Task | None, list[Any], Callable[[], None]]] = deque()
         """Collectives that have begun, of which op, and what to do when they are over."""
-        self._used: list[Entry] = []
-        """Turns of this pass whose compute goes on."""
+        self.active: Any = None
+        """`ActiveUnits`."""
         self._busy: set[Place | None] = set()
         """Where the weights were that were in use at the last exchange."""
         self._sent: tuple[int, Task | None] = (-1, None)
@@ -93,33 +93,39 @@ class Ranks:
     def opened(self, verb: Verb, held: Mapping[Place, int]) -> None:
         """A pass begins, on all ranks."""
         gathered = sorted((at.number, u) for at, u in held.items() if at.use == "full_weight")
-        changed, self._changed = self._changed, False
-        self._order.open((verb.value, tuple(gathered)), changed=changed)
+        changed, self._changed = sum(1 << unit for unit in self._changed), set()
+        self._order.open((verb.value, tuple(gathered)), changed)
 
     def _tell(self, message: Message) -> list[Message]:
-        """A round. Where weights changed on any rank, no column has them."""
-        said = self.group.tell(message)
-        if any(one.kind == Kind.OPEN and one.unit & CHANGED for one in said):
-            self._in_columns.clear()
+        """A round. What weights changed on any rank is kept on none."""
+        said, changed = self.group.tell(message), 0
+        for one in said:
+            changed |= one.members if one.kind == Kind.OPEN else 0
+        for unit in range(len(self._full)) if changed else ():
+            if changed >> unit & 1:
+                self._passes.pause()
+                self._passes.invalidate(unit)
+                self._in_columns.discard(unit)
         return said
 
     def changes(self, unit: int) -> None:
         """Weights of this rank change; all ranks hear it when its next pass begins.
 
         Raises:
-            RuntimeError: other ranks would use the old ones in this pass, as the column has them.
+            RuntimeError: other ranks would use the old ones in this pass, which they keep.
         """
-        self._changed = True
-        if unit in self._in_columns and self._passes.verb is not None:
+        self._changed.add(unit)
+        keeps = self._plan.profile.sharding.keeps or unit in self._in_columns
+        if keeps and self._passes.verb is not None:
             raise RuntimeError(
-                f"{self._full[unit].name} was changed inside a forward or backward, for which a "
-                "part of it is kept on several ranks: change weights between them, or give "
-                "Config(shard=2)"
+                f"{self._full[unit].name} was changed inside a forward or backward, for which "
+                "other ranks keep what they have gathered of it: change weights between them, or "
+                "give Config(shard=3), without a mesh of two dimensions"
             )
 
     def closed(self) -> None:
         """The pass is over: what other ranks still need of it is done first."""
-        self._used, self._busy, self._sent = [], set(), (-1, None)
+        self._busy, self._sent = set(), (-1, None)
         backward = self._passes.verb is Verb.BACKWARD
         self._backwards += backward
         members = self._order.close(self.gradients.came(), backward=backward)
@@ -135,7 +141,6 @@ class Ranks:
             self._land(task)
         elif any(one is not self._sent[1] for one, *_ in self._flying):
             self._land()  # The slot may get its weights just now.
-        self._used = [one for one in self._used if not one.task.over] + [entry]
         self._ahead()
 
     def _ahead(self, *, wait: bool = False) -> None:
@@ -249,7 +254,7 @@ class Ranks:
         """The gradient of a unit, of which the parameters `new` have come, to its owners."""
         if (task := self._sent[1]) is not None:
             self._land(task)
-        self._busy = {self._plan.full_weight[one.unit] for one in self._used if not one.task.over}
+        self._busy = {self._plan.full_weight[one.index] for one in self.active.units}
         self._ahead(wait=True)  # The order has it first, and it may not have begun so far.
         self._order.request(Request(Kind.EXCHANGE, unit), partial(self.begin_exchange, unit, new))
         self._ahead()
@@ -314,7 +319,8 @@ class Ranks:
         rows = sorted({repr(one) for of in step.values() for one in of.values()})
         text = repr((self._backwards, mine, rows))
         said = self._order.meet(Kind.STEP, 0, zlib.crc32(text.encode()))
-        backwards, self._backwards, self._changed = self._backwards, 0, True
+        self._in_columns.clear()
+        backwards, self._backwards = self._backwards, 0
         if all(one == said[0] for one in said):
             self.group.step += 1
             return
@@ -363,14 +369,16 @@ class Ranks:
             return args[0]
         here = self._snapshots.read(Key("weight", unit, index))
         if function in (torch.zeros_like, torch.empty_like):
-            here.zero_()
+            return self._shard("weight", unit, index, here.zero_())
         return self.shard("weight", unit, index, here)
 
     def shard(self, kind: str, unit: int, index: int, here: torch.Tensor) -> torch.Tensor:
         """A value of a parameter as the user has it."""
         if self._states_whole and kind not in ("weight", "gradient"):
             return self.assembled(unit, index, here)
-        return self._shard(kind, unit, index, here)
+        found = self._shard(kind, unit, index, here)
+        found.is_copy = kind != "gradient"
+        return found
 
     def _shard(self, kind: str, unit: int, index: int, here: torch.Tensor) -> FlatShard:
         one, first = self._full[unit].parameters[index], self.local(unit, index).start

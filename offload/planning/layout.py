@@ -24,7 +24,6 @@ from typing import NamedTuple
 
 from cpu_adam.formats import squares_bytes
 from offload.planning.profile import (
-    ALONE,
     BLOCK_BYTES,
     ITEM_BYTES,
     KINDS,
@@ -284,7 +283,7 @@ def lay_out_memory(
     """Homes and slots of the memory tiers; arguments as for `lay_out`."""
     units, memory = profile.units, _Memory()
     pairs = enumerate(zip(units, placements))
-    alone = profile.sharding is ALONE
+    alone = not profile.sharding.gathers
     residents = [u for u, (one, p) in pairs if alone and is_resident(one, p, early=early)]
     memory.residents = frozenset(residents)
 
@@ -331,7 +330,7 @@ def lay_out_memory(
 def full_slots_bytes(profile: Profile, weight_slots: int) -> int:
     """Bytes of the slots for full units; 0 with one rank."""
     memory = _Memory()
-    if profile.sharding is not ALONE:
+    if profile.sharding.gathers:
         memory.full_slots(profile, weight_slots)
     return memory.used["device"]
 

@@ -220,10 +220,12 @@ class Sharding:
     column: int = 0
     """The ranks of a column, whose parts of a unit stay on the device from their first gathering
     until a weight changes, see [Note: Two levels] of `parallel`; 0 where they do not."""
+    gathers: bool = True
+    """Whether there is a group of ranks, which may have one alone."""
 
 
-ALONE = Sharding()
-"""There is no group of ranks, and nothing is gathered; one rank of a group gathers what it has."""
+ALONE = Sharding(gathers=False)
+"""There is no group of ranks."""
 
 
 @dataclass(frozen=True, slots=True)
