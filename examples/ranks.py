@@ -45,14 +45,15 @@ class Model(nn.Module):
         return self.head(x)
 
 
-accelerator = torch.accelerator.current_accelerator()
-if accelerator is not None:
+device = "cpu"
+if torch.accelerator.is_available():
+    device = torch.accelerator.current_accelerator()
     torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
 dist.init_process_group()
 rank = dist.get_rank()
 
 torch.manual_seed(0)  # All ranks build the same model; attach compares.
-model = Model().to(accelerator or "cpu", torch.bfloat16)
+model = Model().to(device, torch.bfloat16)
 optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 model, optimizer = offload.attach(
     model,
@@ -64,7 +65,7 @@ text = torch.frombuffer(bytearray(Path(__file__).read_bytes() * 20), dtype=torch
 torch.manual_seed(rank + 1)  # Each rank draws other batches.
 for step in range(STEPS):
     starts = torch.randint(len(text) - LENGTH, (BATCH, 1))
-    window = text[starts + torch.arange(LENGTH + 1)].long().to(accelerator or "cpu")
+    window = text[starts + torch.arange(LENGTH + 1)].long().to(device)
     loss = F.cross_entropy(model(window[:, :-1]).float().flatten(0, 1), window[:, 1:].flatten())
     loss.backward()
     optimizer.step()

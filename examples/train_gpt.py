@@ -55,7 +55,9 @@ def loss_on(text):
 
 
 torch.manual_seed(0)
-device = torch.accelerator.current_accelerator() or torch.device("cpu")
+device = torch.device("cpu")
+if torch.accelerator.is_available():
+    device = torch.accelerator.current_accelerator()
 library = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
 text = torch.frombuffer(bytearray(b"".join(p.read_bytes() for p in library)), dtype=torch.uint8)
 training, held_out = text[: -len(text) // 20], text[-len(text) // 20 :]

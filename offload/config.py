@@ -52,8 +52,8 @@ class Config:
     of what is free."""
 
     cpu_memory: int | str | None = None
-    """Most CPU memory to take, such as 8GiB. Default: half of what is free (after device_memory,
-    where the CPU is the compute device)."""
+    """Most CPU memory to take, such as 8GiB, by each rank. Default: half of what is free (after
+    device_memory, where the CPU is the compute device), divided by the ranks of this host."""
 
     nvme_space: int | str | None = None
     """Most space to take on all directories of nvme_path together, such as 100GiB. Default: nine
@@ -87,7 +87,7 @@ class Config:
     shard: Literal["auto", 2, 3] = "auto"
     """Over several ranks: whether the whole weights stay on each device until they are updated (2,
     as ZeRO-2) or are gathered for each use (3, as ZeRO-3). Gradients and states are cut in both.
-    auto: 2 if it fits."""
+    auto: 2 if it fits, and puts nothing more on a drive."""
 
     reduce: Literal["mean", "sum"] = "mean"
     """Over several ranks: whether gradients are averaged or summed. A mean over ranks that are no

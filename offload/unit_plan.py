@@ -18,6 +18,7 @@ from offload.planning.planner import BudgetError, Grain, plan_cut
 from offload.planning.profile import (
     ALONE,
     CHUNK_ELEMENTS,
+    KINDS,
     ParameterSpec,
     Part,
     Profile,
@@ -96,16 +97,31 @@ def planned_alike(
                 return more if _but_columns(more[1]) == _but_columns(found[1]) else found
         return found
 
+    def most() -> tuple[list[Group], Plan]:
+        found = cut(replace(sharding, keeps=True))
+        if config.shard != 2 and spills(found[1], lambda: cut(sharding)[1]):
+            raise BudgetError("kept weights would push other values to a drive")
+        return found
+
     found: tuple[list[Group], Plan]
     if config.shard != 3:
         try:
-            found = group.all_or_none(partial(cut, replace(sharding, keeps=True)), id)
+            found = group.all_or_none(most, id)
             return found
         except (BudgetError, EngineError):
             if config.shard == 2:
                 raise
     found = group.all_or_none(least, id)
     return found
+
+
+def spills(keeping: Plan, other: Callable[[], Plan]) -> bool:
+    """Whether a plan that keeps gathered weights has more on a drive than another has."""
+
+    def on_nvme(plan: Plan) -> int:
+        return sum(one.of(kind) == "nvme" for one in plan.placements for kind in KINDS)
+
+    return on_nvme(keeping) > 0 and on_nvme(keeping) > on_nvme(other())
 
 
 def _but_columns(plan: Plan) -> object:

@@ -31,6 +31,7 @@ from offload.planning.transformer import PARTS, Transformer
 from offload.program.compile import compile_program
 from offload.program.ops import Verb
 from offload.program.predict import Prediction, predict
+from offload.unit_plan import spills
 
 DEVICE_SHARE = 0.9
 """Of a device's memory, with activations; the rest is torch's and the driver's."""
@@ -214,7 +215,11 @@ def _fitting(asked: Plan, machine: Machine, ranks: int) -> tuple[Transformer, La
             told = ValueError(lack)
             continue
         try:
-            return model, plan_cut(cut, config, machine)
+            found = plan_cut(cut, config, machine)
+            other = partial(cut, sharding=replace(sharding, keeps=False))
+            may = sharding.keeps and config.shard == "auto"
+            if not (may and spills(found, partial(plan_cut, other, config, machine))):
+                return model, found
         except BudgetError as error:
             told = error
     assert told is not None

@@ -47,8 +47,8 @@ def join(mesh: Any, device: Device, config: Config) -> Group | None:
         )
     if config.durable is not None:
         raise ValueError(
-            "Config.durable with several ranks: committed are runs of one process so far: save "
-            "model.state_dict() and optimizer.state_dict(), which all ranks call"
+            "Config.durable with several ranks: committed are runs of one process so far: call "
+            "offload.save(model, optimizer, folder) on all ranks"
         )
     if isinstance(mesh, DeviceMesh) and len(groups) > 1:
         return TwoLevelGroup(mesh, device, config.comm_timeout)

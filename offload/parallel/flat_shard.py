@@ -87,11 +87,11 @@ class FlatShard(torch.Tensor):
         return FlatShard(local, self.shape, self._first, self._name, self._norms, self._part)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        here = self.local()[0]
-        return (
-            f"FlatShard({tuple(self.shape)}, {self.dtype}, elements {here.start} to {here.stop} "
-            "are here)"
-        )
+        return f"FlatShard({tuple(self.shape)}, {self.dtype}, {self._here()} are here)"
+
+    def _here(self) -> str:
+        elements, of = self.local()[0], f"of {self.numel()}"
+        return f"{elements.start} to {elements.stop} {of}" if elements else f"none {of}"
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         self._refuse("torch.save or a pickle")
@@ -112,12 +112,11 @@ class FlatShard(torch.Tensor):
         return self._with(self._local.clone())
 
     def _refuse(self, what: str) -> NoReturn:
-        here = self.local()[0]
         raise ShardError(
-            f"{what} of {self._name} was asked for, of which elements {here.start} to {here.stop} "
-            f"of {self.numel()} are on this rank. Values: on all ranks together, `with "
-            "offload.gathered(model):`; those here: offload.local(p). To save: on all ranks "
-            "offload.save(model, optimizer, folder), or torch.distributed.checkpoint"
+            f"{what} of {self._name} was asked for, of whose elements {self._here()} are on this "
+            "rank. Values: on all ranks together, `with offload.gathered(model):`; those here: "
+            "offload.local(p). To save: on all ranks offload.save(model, optimizer, folder), or "
+            "torch.distributed.checkpoint"
         )
 
     @classmethod

@@ -147,10 +147,11 @@ class Group:
             if not one.is_meta:
                 self.saw(local_part(one.detach()))
         names = ("states", "gradient_dtype", "max_grad_norm", "reduce", "micro_batches")
-        fields = (f"{name}={getattr(config, name)!r}" for name in names)
+        fields = [f"Config {name}={getattr(config, name)!r}" for name in names]
         profile = plan.profile
         cut = replace(profile.sharding, position=0)
-        self._compare(torch.__version__, *fields, cut, *profile.full, self._seen)
+        values = f"parameters and buffers whose checksum is {self._seen}"
+        self._compare(f"torch {torch.__version__}", *fields, cut, *profile.full, values)
 
     def require_alike_values(self) -> None:
         """Refuse ranks that have given another value to what was on the meta device.
@@ -158,7 +159,7 @@ class Group:
         Raises:
             ValueError: they differ; on all of them.
         """
-        self._compare(self._seen)
+        self._compare(f"parameters whose checksum is {self._seen}")
 
     def _compare(self, *mine: object) -> None:
         said = self.tell_objects(mine)
@@ -314,8 +315,8 @@ class Group:
         return EngineError(
             f"{missing} {'are' if ',' in missing else 'is'} gone after step {self.step}, as a "
             f"collective of the offload engine on {socket.gethostname()} failed: likely its "
-            "process was killed, has raised or has ended, and its own output says why; go on from "
-            "the last checkpoint"
+            "process was killed, has raised or has ended, as where its data ended sooner: see its "
+            "own output; go on from the last checkpoint"
         )
 
     def _missing(self) -> str:
