@@ -52,8 +52,8 @@ class Config:
     of what is free."""
 
     cpu_memory: int | str | None = None
-    """Most CPU memory to take, such as 8GiB, by each rank. Default: half of what is free (after
-    device_memory, where the CPU is the compute device), divided by the ranks of this host."""
+    """Most CPU memory to take, such as 8GiB, by each rank. Default: half of
+    what is free (after device_memory, where the CPU is the compute device), by the host's ranks."""
 
     nvme_space: int | str | None = None
     """Most space to take on all directories of nvme_path together, such as 100GiB. Default: nine
