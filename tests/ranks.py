@@ -281,6 +281,35 @@ class How:
         return nn.functional.cross_entropy(out.float().flatten(0, 1), tokens.flatten()) / self.micro
 
 
+WAYS = (
+    ("cpu", "cpu", "cpu"),
+    ("device", "cpu", "cpu"),
+    ("device", "device", "device"),
+    ("cpu", "device", "nvme"),
+    ("nvme", "nvme", "nvme"),
+)
+"""Homes of weights, gradients and states that accelerators are tried with."""
+
+
+def way_of(way: tuple[str, str, str], shard: int, folder: Path) -> How:
+    """A run with these homes, whose updates begin inside backward."""
+    config: dict[str, Any] = dict(zip(("params", "gradients", "optimizer"), way))
+    if "nvme" in way:
+        config["nvme_path"] = str(folder)
+    return How("tied", micro=2, config={**config, "shard": shard, "micro_batches": 2})
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether results of jobs are the same, tensors to the bit."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(_bits(one), _bits(other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
 MEMORY = {
     "device_memory": "256MiB" if torch.cuda.is_available() else "64MiB",
     "cpu_memory": "64MiB",

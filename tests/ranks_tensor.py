@@ -234,8 +234,8 @@ class Unseen(nn.Module):
         return x
 
 
-def unseen(rank: int, ranks: int, how: How) -> None:
-    """A backward for which no unit was brought into use has the saved weights all the same."""
+def unseen(rank: int, ranks: int, how: How) -> list[list[torch.Tensor]]:
+    """The gradients of a backward for which no unit was brought into use: by torch, and ours."""
     mesh, found = meshes(ranks), list[list[torch.Tensor]]()
     for attaches in (False, True):
         torch.manual_seed(3)
@@ -247,9 +247,8 @@ def unseen(rank: int, ranks: int, how: How) -> None:
             offload.attach(model, optimizer, config, mesh=mesh["dp"])
         model(torch.ones(2, WIDTH)).square().mean().backward()
         found.append([here(one.grad) for one in model.parameters()])
-    for one, wanted in zip(*found, strict=True):
-        assert torch.equal(one, wanted)
     offload.engine_of(model).close()
+    return found
 
 
 def save(rank: int, ranks: int, how: How, folder: str) -> dict[str, torch.Tensor]:

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from tests.ranks import KINDS, How, World, assert_as_one, digest, joined, one_process
+from tests.ranks import (
+    KINDS,
+    WAYS,
+    How,
+    World,
+    assert_as_one,
+    digest,
+    joined,
+    one_process,
+    same,
+    way_of,
+)
 from tests.test_cuda import needs_cuda
 
 pytestmark = needs_cuda
-
-WAYS = (
-    ("cpu", "cpu", "cpu"),
-    ("device", "cpu", "cpu"),
-    ("device", "device", "device"),
-    ("cpu", "device", "nvme"),
-    ("nvme", "nvme", "nvme"),
-)
 
 
 @pytest.fixture(scope="module")
@@ -35,13 +37,6 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     world = World(1, tmp_path_factory.mktemp("one"))
     yield world
     world.close()
-
-
-def way_of(way: tuple[str, str, str], shard: int, folder: Path) -> How:
-    places: dict[str, Any] = dict(zip(("params", "gradients", "optimizer"), way))
-    options = {"nvme_path": str(folder)} if "nvme" in way else {}
-    how = {**places, **options, "shard": shard, "micro_batches": 2}
-    return How("tied", micro=2, config=how)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -66,7 +61,8 @@ def test_streams_that_are_late_change_no_bit(two: World) -> None:
 
 @pytest.mark.parametrize("job", ["diverge", "clip", "touch"])
 def test_what_ranks_do_beside_training(two: World, job: str) -> None:
-    two.run(job, How("unused" if job == "diverge" else "plain"))
+    how = How("unused" if job == "diverge" else "plain")
+    assert same(two.run(job, how), two.run(job, how))
 
 
 def test_saved_by_two_ranks_and_continued(two: World, tmp_path: Path) -> None:

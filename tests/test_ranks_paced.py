@@ -4,22 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.ranks import KINDS, How, World, assert_as_one
+from tests.ranks import KINDS, WAYS, How, World, assert_as_one, same, way_of
 from tests.training import some_fast
 
 pytest.importorskip("offload.runtime._runner", reason="not compiled here")
-
-WAYS = (
-    ("cpu", "cpu", "cpu"),
-    ("device", "cpu", "cpu"),
-    ("device", "device", "device"),
-    ("cpu", "device", "nvme"),
-    ("nvme", "nvme", "nvme"),
-)
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +30,7 @@ def test_every_kind_of_model(two: World, kind: str) -> None:
 @pytest.mark.parametrize("shard", [2, 3])
 @pytest.mark.parametrize("way", WAYS, ids="-".join)
 def test_every_placement(two: World, way: tuple[str, str, str], shard: int, tmp_path: Path) -> None:
-    places: dict[str, Any] = dict(zip(("params", "gradients", "optimizer"), way))
-    options = {"nvme_path": str(tmp_path)} if "nvme" in way else {}
-    how = How("tied", micro=2, config={**places, **options, "shard": shard, "micro_batches": 2})
+    how = way_of(way, shard, tmp_path)
     assert_as_one(two.run("paced", shard, "train", how), how)
 
 
@@ -49,7 +38,8 @@ def test_every_placement(two: World, way: tuple[str, str, str], shard: int, tmp_
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("job", ["diverge", "clip", "touch"])
 def test_what_ranks_do_beside_training(two: World, job: str, seed: int) -> None:
-    two.run("paced", seed, job, How("unused" if job == "diverge" else "plain"))
+    how = How("unused" if job == "diverge" else "plain")
+    assert same(two.run("paced", seed, job, how), two.run(job, how))
 
 
 @pytest.mark.slow

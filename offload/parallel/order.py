@@ -85,10 +85,10 @@ class Order:
         """What is left of the known order; None where ranks ask."""
         self._done: list[Request] = []
         """What was asked for in the pass under way."""
-        self._alike = self._left = self._doubts = False
-        """Whether all ranks asked for the same; whether this one has left a known order; whether
-        units of the last pass differed, so that ranks ask in this one, whatever is known: a
-        backward that left an order would sum gradients in another."""
+        self._alike = self._doubts = False
+        """Whether all ranks asked for the same, and this one kept to what was known; whether units
+        of the last pass differed, so that ranks ask in this one, whatever is known: a backward that
+        left an order would sum gradients in another."""
 
     @property
     def next(self) -> Request | None:
@@ -107,7 +107,7 @@ class Order:
         said = self._tell(Message(Kind.OPEN, known is not None, mark, changed))
         same = all(one[:3] == said[0][:3] for one in said)
         self._key, self._done = key, []
-        self._alike, self._left = same, False
+        self._alike = same
         self._queue = deque(known) if same and known is not None else None
 
     def request(self, one: Request, begin: Callable[[], None], *, sooner: bool = False) -> None:
@@ -129,9 +129,9 @@ class Order:
         asked = self._queue is None
         if self._queue:
             self._leave()
-        said = self._until(Message(Kind.END, backward, self._left, members))
-        left = any(one.payload for one in said if one.kind == Kind.END)
-        self._doubts = left or not self._alike
+        said = self._until(Message(Kind.END, backward, not self._alike, members))
+        differ = any(one.payload for one in said if one.kind == Kind.END)
+        self._doubts = differ or not self._alike
         if self._doubts:
             self._known.pop(self._key, None)
         elif asked:
@@ -159,7 +159,7 @@ class Order:
 
     def _leave(self) -> None:
         """Do the rest of the known order for the other ranks."""
-        rest, self._queue, self._left = self._queue or (), None, True
+        rest, self._queue, self._alike = self._queue or (), None, False
         for one in rest:
             self._serve(one)
 

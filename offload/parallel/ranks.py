@@ -117,11 +117,12 @@ class Ranks:
         self._changed.add(unit)
         keeps = self._plan.profile.sharding.keeps or unit in self._in_columns
         if keeps and self._passes.verb is not None:
-            raise RuntimeError(
-                f"{self._full[unit].name} was changed inside a forward or backward, for which "
-                "other ranks keep what they have gathered of it: change weights between them, or "
-                "give Config(shard=3), without a mesh of two dimensions"
-            )
+            with self._runner.once():
+                raise RuntimeError(
+                    f"{self._full[unit].name} was changed inside a forward or backward, for which "
+                    "other ranks keep what they have gathered of it: change weights between them, "
+                    "or give Config(shard=3), without a mesh of two dimensions"
+                )
 
     def closed(self) -> None:
         """The pass is over: what other ranks still need of it is done first."""

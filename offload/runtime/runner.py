@@ -221,6 +221,7 @@ class Runner:
     def fail(self, error: BaseException) -> None:
         """Start nothing more, end every wait with `error`: the first one told is the failure."""
         self._failure = self._failure or error
+        self.on_failure(self._failure)
         self._lanes.stop(closing=False)
 
     @contextmanager
