@@ -18,9 +18,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import chain
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -80,6 +80,8 @@ class Group:
         """The ranks in the order in which a model is cut over them."""
         self.folds = self.ranks
         """How many parts of a gradient come to its owner in an exchange, to be added in order."""
+        gloo = f"{device.torch_device.type}:gloo" in backends
+        self._gather_parts = _gather_by_broadcast if gloo else _all_gather
         self._talk = self._group if "cpu:" in backends else own_group(group, "gloo", tuple(ranks))
         """For what lies in CPU memory: messages, sums, values. No stream of a device waits."""
         self.apart = device.new_stream()
@@ -192,7 +194,7 @@ class Group:
 
     def _gather(self, into: torch.Tensor, part: torch.Tensor, on: Any) -> Any:
         self.sent_bytes += into.nbytes - part.nbytes
-        return self._begun(_all_gather, into, part, on)
+        return self._begun(self._gather_parts, into, part, on)
 
     def _exchange(self, into: torch.Tensor, source: torch.Tensor, on: Any) -> Any:
         self.sent_bytes += source.nbytes - source.nbytes // dist.get_world_size(on)
@@ -349,6 +351,35 @@ class Group:
             return json.loads(store.get(f"offload {key}"))
         except RuntimeError:
             return None
+
+
+class _Works:
+    """Collectives that have begun, to be waited for as one."""
+
+    def __init__(self, works: list[Any]):
+        self._works = works
+
+    def is_completed(self) -> bool:
+        return all(one.is_completed() for one in self._works)
+
+    def get_future(self) -> Any:
+        return torch.futures.collect_all([one.get_future() for one in self._works])
+
+    def wait(self) -> None:
+        """Wait for all; where one has failed, for none that may never end."""
+        for one in sorted(self._works, key=lambda one: not one.is_completed()):
+            one.wait()
+
+
+def _gather_by_broadcast(
+    into: torch.Tensor, part: torch.Tensor, group: Any, async_op: Literal[True]
+) -> _Works:
+    """What `_all_gather` does. Over gloo it makes a copy of all that it gathers and takes more than
+    twice as long (docs/decisions.md)."""
+    parts = into.chunk(dist.get_world_size(group))
+    parts[dist.get_rank(group)].copy_(part)
+    begin = partial(dist.broadcast, group=group, async_op=async_op)
+    return _Works([begin(one, group_src=rank) for rank, one in enumerate(parts)])
 
 
 def _number_of(words: torch.Tensor) -> int:
