@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import multiprocessing
 import os
@@ -123,6 +124,7 @@ def _serve(
     os.environ["LOCAL_WORLD_SIZE"] = str(ranks)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     module = importlib.import_module(jobs)
+    gc.freeze()  # Each attach collects: it need not look at all of torch again.
     if other is not None:
         _replace(*other)
     while True:
@@ -171,7 +173,7 @@ class Block(nn.Module):
 
 
 class Halves(nn.Module):
-    """Used twice, each time by one of its halves."""
+    """Used by one of its halves at a time."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -201,6 +203,7 @@ class Model(nn.Module):
             self.extra = nn.Linear(width, width)
         if kind == "experts":
             self.experts = nn.ModuleList(Block(width) for _ in range(3))
+            self.strands = nn.ModuleList([Halves(width)])
         if kind == "braided":
             self.strands = nn.ModuleList(Halves(width) for _ in range(2))
         if kind == "scalar":
@@ -223,8 +226,10 @@ class Model(nn.Module):
         if self.kind == "adapter":
             x = x + self.extra(x)
         if self.kind == "experts":  # Which depends on the data, and so on the rank.
-            for one in sorted({int(token) % 3 for token in tokens[:, 0]}):
-                x = x + self.experts[one](x)
+            first, second = tokens[:, 0].tolist()
+            for at, expert in enumerate(self.experts):
+                x = x + expert(x) if first >> at & 1 else x
+            x = self.strands[0](x, second % 2)
         if self.kind == "scalar":
             x = x * self.gain
         return self.head(x)

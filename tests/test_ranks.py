@@ -201,7 +201,7 @@ def test_one_rank_imports_nothing_of_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("job", "seeds"), [("late", 3), pytest.param("delayed", 200, marks=pytest.mark.slow)]
+    ("job", "seeds"), [("late", 3), pytest.param("delayed", 100, marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("shard", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_when_collectives_happen_changes_no_bit(

@@ -125,6 +125,8 @@ HOW = {
             **dict.fromkeys(("params", "gradients", "optimizer"), "nvme"),
         },
     ),
+    "skips": How("unused", micro=2, config={"shard": 2}),
+    "chooses": How("experts", micro=2, config={"shard": 3}),
 }
 
 
