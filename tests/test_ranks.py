@@ -186,7 +186,15 @@ def test_what_knows_no_other_ranks_is_refused(two: World) -> None:
         assert "pass such a slice of it, mesh['pp'] or mesh['pp', 'dp']" in three
         assert "[[1], [0]]; found that they descend" in descending
         assert all("this rank is not part of the mesh" in text for text in outside)
-    assert outside
+    assert len(outside) == 3
+
+
+def test_what_sums_over_ranks_itself_is_named(two: World) -> None:
+    for parallel, *sharded, absent in two.run("tests.ranks_refused.wrapped", How()):
+        assert parallel.startswith("DistributedDataParallel was applied to an attached model")
+        assert parallel.endswith("leave DistributedDataParallel out")
+        assert all(one.endswith("leave fully_shard out") for one in sharded)
+        assert "does not have no.bias, a Tensor: give parameters" in absent
 
 
 def test_one_rank_imports_nothing_of_it() -> None:
