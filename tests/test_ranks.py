@@ -18,6 +18,7 @@ import torch
 
 import offload
 from offload.parallel.flat_shard import boxes
+from offload.parallel.ranks import differences
 from tests import command, ranks_jobs
 from tests.ranks import KINDS, MEMORY, Failed, How, World, assert_as_one, digest, joined
 
@@ -120,8 +121,8 @@ def test_ranks_that_attach_different_things(two: World, what: str) -> None:
 
 
 AT_ONCE = {
-    "batches": "rank 0: 1 backwards",
-    "lr": "lr=0.5",
+    "batches": "after step 1: rank 0: backwards=1; rank 1: backwards=2. Let",
+    "lr": "after step 1: rank 0: lr=0.01; rank 1: lr=0.5. Let",
     "skipped": "the ranks take different steps after step 1",
     "values": "rank 0 asked for values",
     "save": "rank 0 saves .*; rank 1 called step.* take the call out of `if rank == 0`",
@@ -135,6 +136,14 @@ def test_ranks_that_take_different_steps(two: World, what: str) -> None:
         assert isinstance(one, Failed), one
         assert one.kind == "EngineError", one.text
         assert re.search(AT_ONCE[what], one.message), one.message
+
+
+def test_ranks_that_say_the_same_are_told_together() -> None:
+    one, other = {"parameters": "4", "lr": "0.1 and 0.2"}, {"parameters": "4", "lr": "0.1"}
+    assert differences([one, other, one, one]) == "ranks 0, 2, 3: lr=0.1 and 0.2; rank 1: lr=0.1"
+    idle = {"parameters": "0"}
+    assert differences([one, idle]) == "rank 0: parameters=4; rank 1: parameters=0"
+    assert differences([one, one]) == "ranks 0, 1: the same values for other parameters"
 
 
 FAULTS = {
