@@ -18,7 +18,9 @@ import torch
 
 import offload
 from offload.parallel.flat_shard import boxes
+from offload.parallel.group import Group
 from offload.parallel.ranks import differences
+from offload.runtime.entry import EngineError
 from tests import command, ranks_jobs
 from tests.ranks import KINDS, MEMORY, Failed, How, World, assert_as_one, digest, joined
 
@@ -167,6 +169,33 @@ def test_a_rank_that_fails_is_named(what: str, ranks: int, tmp_path: Path) -> No
     assert one.kind == "EngineError", one.text
     assert re.search(FAULTS[what], one.message), one.message
     assert one.seconds < 15
+
+
+class Kept(dict[str, str]):
+    """A store of torch.distributed, and which keys were looked for."""
+
+    def __init__(self) -> None:
+        self.looked: list[str] = []
+        self.set = self.__setitem__
+
+    def check(self, keys: list[str]) -> bool:
+        self.looked += keys
+        return set(keys) <= self.keys()
+
+
+def test_a_look_for_failures_asks_for_one_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, (first, *_, last) = Kept(), [object.__new__(Group) for _ in range(64)]
+    monkeypatch.setattr("offload.parallel.group.group_store", lambda _: store)
+    for rank, one in ((0, first), (63, last)):
+        one.rank, one.ranks, one.step, one._group, one._told = rank, 64, 7, None, False
+    first._raise_told()
+    assert len(store.looked) == 1
+    last.fail(OSError("the drive is gone"))
+    with pytest.raises(
+        EngineError, match=r"rank 63 on .* after step 7: OSError: the drive is gone"
+    ):
+        first._raise_told()
+    last._raise_told()
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
