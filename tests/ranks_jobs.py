@@ -170,8 +170,9 @@ def touch(rank: int, ranks: int, how: How) -> dict[str, str]:
         assert torch.equal(weight, whole * 2)
         with torch.no_grad():
             weight.add_(rank)
-    with offload.gathered(model, ["head.weight"]):
-        assert torch.equal(weight, whole * 2 + 1)
+    for asked in ("head.weight", weight, model.head.parameters()):
+        with offload.gathered(model, asked):
+            assert torch.equal(weight, whole * 2 + 1)
     optimizer.step()
     offload.engine_of(model).close()
     return said

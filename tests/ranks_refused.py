@@ -7,8 +7,11 @@ import os
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import offload
 from tests.ranks import MEMORY, How, Model
@@ -23,11 +26,29 @@ def refused(rank: int, ranks: int, how: How) -> list[str]:
     offload.engine_of(model).close()
     said = [str(error.value)]
     three = init_device_mesh("cpu", (1, ranks, 1), mesh_dim_names=("pp", "dp", "tp"))
-    others = DeviceMesh("cpu", [[1], [0]]), DeviceMesh("cpu", [[0]])
-    for mesh in (three, *others)[: 2 + rank]:
+    descending, *alone = DeviceMesh("cpu", [[1], [0]]), DeviceMesh("cpu", [[0]])
+    alone += DeviceMesh("cpu", [0]), dist.new_group([0])
+    for mesh in three, descending, *(alone if rank else ()):
         with pytest.raises(ValueError, match="attach:") as refusal:
             offload.attach(*how.build(), mesh=mesh)
         said.append(str(refusal.value))
+    return said
+
+
+def wrapped(rank: int, ranks: int, how: How) -> list[str]:
+    """What wrappers of torch say of an attached model, and a look at what is not in it."""
+    model, _ = _attached(how)
+    said, mesh = list[str](), init_device_mesh("cpu", (ranks,))
+    for ask in (
+        lambda: DistributedDataParallel(model),
+        lambda: fully_shard(model, mesh=mesh),
+        lambda: fully_shard(model.blocks[1], mesh=mesh),
+        lambda: offload.gathered(model, ["head.weight", "no.bias", torch.ones(1)]).__enter__(),
+    ):
+        with pytest.raises((offload.ShardError, ValueError)) as error:
+            ask()
+        said.append(str(error.value))
+    offload.engine_of(model).close()
     return said
 
 

@@ -18,6 +18,9 @@ import torch
 
 import offload
 from offload.parallel.flat_shard import boxes
+from offload.parallel.group import Group
+from offload.parallel.ranks import differences
+from offload.runtime.entry import EngineError
 from tests import command, ranks_jobs
 from tests.ranks import KINDS, MEMORY, Failed, How, World, assert_as_one, digest, joined
 
@@ -120,8 +123,8 @@ def test_ranks_that_attach_different_things(two: World, what: str) -> None:
 
 
 AT_ONCE = {
-    "batches": "rank 0: 1 backwards",
-    "lr": "lr=0.5",
+    "batches": "after step 1: rank 0: backwards=1; rank 1: backwards=2. Let",
+    "lr": "after step 1: rank 0: lr=0.01; rank 1: lr=0.5. Let",
     "skipped": "the ranks take different steps after step 1",
     "values": "rank 0 asked for values",
     "save": "rank 0 saves .*; rank 1 called step.* take the call out of `if rank == 0`",
@@ -135,6 +138,14 @@ def test_ranks_that_take_different_steps(two: World, what: str) -> None:
         assert isinstance(one, Failed), one
         assert one.kind == "EngineError", one.text
         assert re.search(AT_ONCE[what], one.message), one.message
+
+
+def test_ranks_that_say_the_same_are_told_together() -> None:
+    one, other = {"parameters": "4", "lr": "0.1 and 0.2"}, {"parameters": "4", "lr": "0.1"}
+    assert differences([one, other, one, one]) == "ranks 0, 2, 3: lr=0.1 and 0.2; rank 1: lr=0.1"
+    idle = {"parameters": "0"}
+    assert differences([one, idle]) == "rank 0: parameters=4; rank 1: parameters=0"
+    assert differences([one, one]) == "ranks 0, 1: the same values for other parameters"
 
 
 FAULTS = {
@@ -158,6 +169,33 @@ def test_a_rank_that_fails_is_named(what: str, ranks: int, tmp_path: Path) -> No
     assert one.kind == "EngineError", one.text
     assert re.search(FAULTS[what], one.message), one.message
     assert one.seconds < 15
+
+
+class Kept(dict[str, str]):
+    """A store of torch.distributed, and which keys were looked for."""
+
+    def __init__(self) -> None:
+        self.looked: list[str] = []
+        self.set = self.__setitem__
+
+    def check(self, keys: list[str]) -> bool:
+        self.looked += keys
+        return set(keys) <= self.keys()
+
+
+def test_a_look_for_failures_asks_for_one_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, (first, *_, last) = Kept(), [object.__new__(Group) for _ in range(64)]
+    monkeypatch.setattr("offload.parallel.group.group_store", lambda _: store)
+    for rank, one in ((0, first), (63, last)):
+        one.rank, one.ranks, one.step, one._group, one._told = rank, 64, 7, None, False
+    first._raise_told()
+    assert len(store.looked) == 1
+    last.fail(OSError("the drive is gone"))
+    with pytest.raises(
+        EngineError, match=r"rank 63 on .* after step 7: OSError: the drive is gone"
+    ):
+        first._raise_told()
+    last._raise_told()
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
@@ -186,7 +224,15 @@ def test_what_knows_no_other_ranks_is_refused(two: World) -> None:
         assert "pass such a slice of it, mesh['pp'] or mesh['pp', 'dp']" in three
         assert "[[1], [0]]; found that they descend" in descending
         assert all("this rank is not part of the mesh" in text for text in outside)
-    assert outside
+    assert len(outside) == 3
+
+
+def test_what_sums_over_ranks_itself_is_named(two: World) -> None:
+    for parallel, *sharded, absent in two.run("tests.ranks_refused.wrapped", How()):
+        assert parallel.startswith("DistributedDataParallel was applied to an attached model")
+        assert parallel.endswith("leave DistributedDataParallel out")
+        assert all(one.endswith("leave fully_shard out") for one in sharded)
+        assert "does not have no.bias, a Tensor: give parameters" in absent
 
 
 def test_one_rank_imports_nothing_of_it() -> None:

@@ -5,7 +5,7 @@ Imported where there are several ranks, and only there.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import NoneType
 from typing import Any
@@ -36,7 +36,9 @@ def join(mesh: Any, device: Device, config: Config) -> Group | None:
         ValueError: the mesh cannot be used.
     """
     groups = levels_of(mesh) if isinstance(mesh, DeviceMesh) else [mesh]
-    if not isinstance(mesh, (DeviceMesh, dist.ProcessGroup, NoneType)):
+    if mesh == dist.GroupMember.NON_GROUP_MEMBER:  # What `new_group` gives to other ranks.
+        groups = []
+    elif not isinstance(mesh, (DeviceMesh, dist.ProcessGroup, NoneType)):
         raise TypeError(
             f"attach: mesh is a {type(mesh).__name__}: pass a DeviceMesh of one or two dimensions, "
             "torch.distributed.init_device_mesh(kind, (ranks,)), or a process group"
@@ -58,7 +60,10 @@ def join(mesh: Any, device: Device, config: Config) -> Group | None:
 
 @contextmanager
 def gathered(
-    model: nn.Module, names: Collection[str] | None = None, *, source: int | None = None
+    model: nn.Module,
+    names: Iterable[str | torch.Tensor] | None = None,
+    *,
+    source: int | None = None,
 ) -> Iterator[None]:
     """A context in which parameters of a model show all of their values; all ranks enter it.
 
@@ -67,27 +72,33 @@ def gathered(
 
     Args:
         model: attached; with one rank nothing changes.
-        names: of the parameters, all of them by default: each takes its full size in memory.
+        names: of the parameters, or they themselves, all of them by default: each takes its full
+            size in memory.
         source: the rank whose edits count for all; by default each rank makes the same ones.
 
     Raises:
-        ValueError: the model is not attached, or has no parameter of such a name.
+        ValueError: the model is not attached, or has no such parameter.
     """
-    engine, names = engine_of(model), [names] if isinstance(names, str) else names
-    known = {
-        one.name: (u.index, i) for u in engine.units for i, one in enumerate(u.spec.parameters)
-    }
-    if missing := set(names or ()) - known.keys():
+    engine, known = engine_of(model), dict[Any, tuple[int, int]]()
+    for unit in engine.units:
+        for index, (one, parameter) in enumerate(zip(unit.spec.parameters, unit.parameters)):
+            known[one.name] = known[parameter] = unit.index, index
+    if names is None:
+        asked: list[Any] = list(known)
+    else:
+        asked = [names] if isinstance(names, (str, torch.Tensor)) else list(names)
+    if missing := [one for one in asked if one not in known]:
+        shown = (one if isinstance(one, str) else f"a {type(one).__name__}" for one in missing)
         raise ValueError(
-            f"offload.gathered: the model has no parameter {', '.join(sorted(missing))}: names are "
-            "those of model.named_parameters(), of a tied one the first"
+            f"offload.gathered: the model does not have {', '.join(shown)}: give parameters of it, "
+            "or names of model.named_parameters(), of a tied one the first"
         )
     if engine.ranks is None:
         yield
         return
     with engine.lock:
         engine.boundary()
-        places = [at for name, at in known.items() if names is None or name in names]
+        places = sorted({known[one] for one in asked})
         with engine.ranks.gathered(places, source, names is None):
             yield
         engine.boundary()

@@ -278,6 +278,7 @@ class Group:
         if not self._told:
             self._told = True
             self._write(f"failed {self.rank}", f"{type(error).__name__}: {error}")
+            self._write("failed", "")  # After it: the one key that the others look at.
 
     def _failing(self) -> _Failing:
         return _Failing(self)
@@ -298,6 +299,8 @@ class Group:
             )
 
     def _raise_told(self) -> None:
+        if self._read("failed") is None:
+            return
         for rank in range(self.ranks):
             if rank != self.rank and (told := self._read(f"failed {rank}")):
                 raise EngineError(

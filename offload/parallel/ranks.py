@@ -24,7 +24,9 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -325,13 +327,10 @@ class Ranks:
         if all(one == said[0] for one in said):
             self.group.step += 1
             return
-        of = sum(map(len, step.values()))
-        shown = f"{backwards} backwards, then {of} parameters by {', '.join(rows[:2]) or 'nothing'}"
-        told = self.group.tell_objects(shown)
+        told = self.group.tell_objects(_fields_of(step, backwards))
         raise EngineError(
-            f"the ranks take different steps after step {self.group.step}: "
-            + "; ".join(f"rank {at}: {one}" for at, one in enumerate(told))
-            + ". Let all ranks take as many micro-batches, skip the same steps, and build the "
+            f"the ranks take different steps after step {self.group.step}: {differences(told)}"
+            ". Let all ranks take as many micro-batches, skip the same steps, and build the "
             "optimizer and its scheduler alike"
         )
 
@@ -480,6 +479,27 @@ class Ranks:
         """Which elements of a parameter this rank has."""
         one = self._plan.profile.units[unit].parameters[parameter]
         return slice(one.first, one.first + one.elements)
+
+
+def _fields_of(step: Step, backwards: int) -> dict[str, str]:
+    """What a step does, by name; of a hyper-parameter all values that groups of parameters have."""
+    every, found = [one for of in step.values() for one in of.values()], dict[str, set[str]]()
+    for one in set(every):
+        named = {at.name: getattr(one.hyper, at.name) for at in fields(one.hyper)}
+        for name, value in {"rule": one.hyper.rule, "step": one.number, **named}.items():
+            found.setdefault(name, set()).add(str(value))
+    shown = {name: " and ".join(sorted(values)) for name, values in found.items()}
+    return {"backwards": str(backwards), "parameters": str(len(every)), **shown}
+
+
+def differences(told: Sequence[Mapping[str, str]]) -> str:
+    """What ranks say by name, as far as it differs; those that say the same together."""
+    said = {name: {one[name] for one in told if name in one} for name in chain(*told)}
+    names, groups = [name for name in said if len(said[name]) > 1], dict[str, list[str]]()
+    for rank, one in enumerate(told):
+        text = ", ".join(f"{name}={one[name]}" for name in names if name in one)
+        groups.setdefault(text or "the same values for other parameters", []).append(str(rank))
+    return "; ".join(f"rank{'s' * (len(at) > 1)} {', '.join(at)}: {t}" for t, at in groups.items())
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
