@@ -446,7 +446,7 @@ class _Attaching:
         parts = [buffer[one] for one in self.plan.profile.own_weights(unit.index)]
         mine = torch.cat(parts) if parts[1:] else parts[0]
         if self.group is not None and new:
-            self.group.saw(buffer)
+            self.group.add_to_checksum(buffer)
         for piece, (offset, size) in enumerate(shard.weight_chunks):
             runner.write_home(Value("weight", unit.index, piece), mine[offset : offset + size])
         unit.unbind()
@@ -492,7 +492,7 @@ class _Attaching:
             if unit not in engine.residents:
                 parameter._offload_access = ParameterAccess(engine, unit, index)  # type: ignore
         optimizer = None
-        engine.updates.shares += [one.share for one in (engine.ranks, self.split) if one]
+        engine.updates.shares += [one.share_squares for one in (self.group, self.split) if one]
         if self.optimizer is not None:
             states, check = States(runner), _same_parameters(self.model)
             optimizer = Optimizer(self.optimizer, engine, states, places, check)

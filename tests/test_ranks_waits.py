@@ -67,7 +67,7 @@ SITES = {
         "ranks", "        runner.begin(task)\n        mine", "        mine"
     ),
     "norm: of all ranks": Site(
-        "ranks", "                clip.put(leaf, nodes)\n", "                pass\n"
+        "group", "                clip.put(leaf, nodes)\n", "                pass\n"
     ),
     "sum: in the order of ranks": Site(
         "gradients",
@@ -106,10 +106,10 @@ SITES = {
 
 SCALED_BESIDE = Site(
     "ranks",
-    "        with self.group.apart():\n            runner.begin(task)\n"
+    "        with self.group.comm_stream():\n            runner.begin(task)\n"
     "            self.gradients.prepare(unit, new)\n",
     "        self.gradients.prepare(unit, new)\n"
-    "        with self.group.apart():\n            runner.begin(task)\n",
+    "        with self.group.comm_stream():\n            runner.begin(task)\n",
 )
 """A gradient is scaled on the user's stream while another stream sends it."""
 

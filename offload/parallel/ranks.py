@@ -27,17 +27,15 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
-from cpu_adam.reference import Node
 from offload.model.early_updates import Step
 from offload.model.parameter import OffloadedParameter
 from offload.model.passes import Entry, Passes
 from offload.model.snapshots import Key, Snapshots
 from offload.parallel.flat_shard import FlatShard
 from offload.parallel.group import Group, Message
-from offload.parallel.order import Kind, Order, Request
+from offload.parallel.order import Kind, Order, union
 from offload.planning.layout import Place
 from offload.planning.profile import ITEM_BYTES, Sharding, shard_of
 from offload.program.compile import collected, exchange
@@ -67,7 +65,7 @@ class Ranks:
         """Whether it shows states, too."""
         self.group, self._runner, self._passes = group, runner, passes
         self._plan, self._full = runner.plan, runner.plan.profile.full
-        self._order = Order(self._tell, self._serve)
+        self._order = Order(self._all_messages, self._serve)
         self._in_columns: set[int] = set()
         """Units of which the device has what its column does; the same ones on all ranks."""
         self._changed: set[int] = set()
@@ -96,12 +94,11 @@ class Ranks:
         changed, self._changed = sum(1 << unit for unit in self._changed), set()
         self._order.open((verb.value, tuple(gathered)), changed)
 
-    def _tell(self, message: Message) -> list[Message]:
+    def _all_messages(self, mine: Message) -> list[Message]:
         """A round. What weights changed on any rank is kept on none."""
-        said, changed = self.group.tell(message), 0
-        for one in said:
-            changed |= one.members if one.kind == Kind.OPEN else 0
-        for unit in range(len(self._full)) if changed else ():
+        said = self.group.all_messages(mine)
+        changed = union(said, Kind.OPEN)
+        for unit in range(changed.bit_length()):
             if changed >> unit & 1:
                 self._passes.pause()
                 self._passes.invalidate(unit)
@@ -148,13 +145,13 @@ class Ranks:
         """Begin to gather what is used next, if it is known and its slot is free; `wait` for lanes,
         but not for a unit that is in use."""
         entry = self._passes.following()
-        if entry is None or self._order.next != (Kind.GATHER, entry.unit):
+        if entry is None or self._order.next != Message(Kind.GATHER, entry.unit):
             return
         if (task := entry.gather) is None or task.begun:
             return
         if wait and self._plan.full_weight[entry.unit] not in self._busy:
             self._land()
-            with self.group.apart():
+            with self.group.comm_stream():
                 self._runner.begin(task)
         elif not self._runner.begins(task):
             return
@@ -162,7 +159,7 @@ class Ranks:
 
     def _request(self, unit: int, task: Task) -> None:
         self._order.request(
-            Request(Kind.GATHER, unit),
+            Message(Kind.GATHER, unit),
             partial(self._begin_gather, unit, task),
             sooner=self._plan.full_weight[unit] not in self._busy,
         )
@@ -170,7 +167,7 @@ class Ranks:
     def _begin_gather(self, unit: int, task: Task) -> None:
         home = self._plan.weight_slot[unit] or self._plan.home("weight", unit)
         here = self._runner.memory.at(Use(home, Value("weight", unit)))
-        with self.group.apart():
+        with self.group.comm_stream():
             if not task.begun:
                 self._runner.begin(task)
             works = self._gathered(unit, here, self._runner.memory.weights(unit))
@@ -179,7 +176,7 @@ class Ranks:
     def gather_apart(self, unit: int, into: torch.Tensor) -> None:
         """The weights of a unit in other memory than its slot."""
         self._land()
-        self._order.request(Request(Kind.GATHER, unit), partial(self._gather_home, unit, into))
+        self._order.request(Message(Kind.GATHER, unit), partial(self._gather_home, unit, into))
         self._land()
 
     def _gather_home(self, unit: int, into: torch.Tensor) -> None:
@@ -212,7 +209,7 @@ class Ranks:
             return
         while self._flying:
             task, works, over = self._flying.popleft()
-            with self.group.apart():
+            with self.group.comm_stream():
                 for work in works:
                     self.group.wait(work)
                 over()
@@ -234,12 +231,12 @@ class Ranks:
         over = self._passes.verb is None or self._order.lacks(unit)
         return over and not flies
 
-    def _serve(self, one: Request) -> None:
+    def _serve(self, one: Message) -> None:
         """Take part in what other ranks need and this one does not, now."""
         with self._runner.once():
             self.gradients.require_open(one.unit)
         self._land()
-        with self.group.apart():
+        with self.group.comm_stream():
             if one.kind == Kind.GATHER:
                 reserve = self._runner.memory.at(
                     Use(Place("device", "reserve"), Value("weight", one.unit))
@@ -257,7 +254,7 @@ class Ranks:
             self._land(task)
         self._busy = {self._plan.full_weight[one.index] for one in self.active.units}
         self._ahead(wait=True)  # The order has it first, and it may not have begun so far.
-        self._order.request(Request(Kind.EXCHANGE, unit), partial(self.begin_exchange, unit, new))
+        self._order.request(Message(Kind.EXCHANGE, unit), partial(self.begin_exchange, unit, new))
         self._ahead()
 
     def begin_exchange(self, unit: int, new: frozenset[int]) -> None:
@@ -266,7 +263,7 @@ class Ranks:
         (task,) = runner.start(
             runner.moves(exchange, unit, self._passes.position + 1), self._passes.number
         )
-        with self.group.apart():
+        with self.group.comm_stream():
             runner.begin(task)
             self.gradients.prepare(unit, new)
             source = runner.memory.at(Use(collected(self._plan, unit).place, value))
@@ -327,27 +324,13 @@ class Ranks:
             return
         of = sum(map(len, step.values()))
         shown = f"{backwards} backwards, then {of} parameters by {', '.join(rows[:2]) or 'nothing'}"
-        told = self.group.tell_objects(shown)
+        told = self.group.all_objects(shown)
         raise EngineError(
             f"the ranks take different steps after step {self.group.step}: "
             + "; ".join(f"rank {at}: {one}" for at, one in enumerate(told))
             + ". Let all ranks take as many micro-batches, skip the same steps, and build the "
             "optimizer and its scheduler alike"
         )
-
-    def share(self, clip: Any) -> None:
-        """Let all ranks have the sums of squares of each."""
-        mine = [(leaf, *node) for leaf, nodes in sorted(clip.parts().items()) for node in nodes]
-        counts = [one.payload for one in self._order.meet(Kind.STEP, 1, len(mine))]
-        table = torch.zeros(max(*counts, 1), 4, dtype=torch.float64)
-        if mine:
-            table[: len(mine)] = torch.from_numpy(np.array(mine, np.float64))
-        for rank, rows in enumerate(self.group.all_of(table)):
-            found = dict[int, list[Node]]()
-            for leaf, index, level, total in rows[: counts[rank]].tolist():
-                found.setdefault(int(leaf), []).append((int(index), int(level), total))
-            for leaf, nodes in found.items() if rank != self.group.rank else ():
-                clip.put(leaf, nodes)
 
     # -- values ----------------------------------------------------------------------------------
 
@@ -411,7 +394,7 @@ class Ranks:
             for one in parts
         ]
         table = torch.stack([one.double() for one in mine])
-        rows = torch.stack(list(self.group.all_of(table)))
+        rows = torch.stack(self.group.all_tensors(table))
         return rows.amax(0) if largest else rows.sum(0).pow(1 / order)
 
     def failed(self, mine: bool) -> bool:
@@ -436,7 +419,7 @@ class Ranks:
             for unit, index in places:
                 found = self._shown.pop((unit, index))
                 if source is not None:
-                    self.group.spread(found, source)
+                    self.group.broadcast(found, source)
                 mine = self.part(unit, index, found)
                 if not torch.equal(_bits(mine), _bits(before[unit, index])):
                     snapshots.put(Key("weight", unit, index), mine)
@@ -454,7 +437,7 @@ class Ranks:
         counts = [one.parameters[parameter].elements for one in shards]
         padded = here.new_zeros(max(*counts, 1))
         padded[: here.numel()] = here.reshape(-1)
-        rows = self.group.all_of(padded)
+        rows = self.group.all_tensors(padded)
         found = torch.cat([rows[rank][:n] for rank, n in zip(self.group.order, counts)])
         return found.view(full.parameters[parameter].shape)
 
