@@ -28,8 +28,6 @@ from offload.model.checks import check_arguments, check_model
 from offload.model.engine import Engine, NoCommits, attached, engine_of, engines
 from offload.model.hooks import Hooks
 from offload.model.parameter import PLAIN, AttachedParameter
-from offload.model.passes import Passes
-from offload.model.snapshots import Snapshots
 from offload.model.units import FlatUnit, Group, count_change, partition
 from offload.optim.optimizer import Optimizer, give_back
 from offload.optim.states import States
@@ -523,14 +521,14 @@ class _Attaching:
             exposed_bytes_max=least if exposed is None else exposed,
             micro_batches=self.config.micro_batches,
             make_updates=partial(Updates, runner, self.config.max_grad_norm),
-            make_ranks=None if self.group is None else partial(self._join, runner),
+            make_ranks=None if self.group is None else self._join,
         )
 
-    def _join(self, runner: Runner, passes: Passes, snapshots: Snapshots) -> tuple[Any, Any]:
+    def _join(self, engine: Engine) -> tuple[Any, Any]:
         """What is done with the other ranks, which are seen to have the same model."""
         from offload.parallel import together
 
-        return together(self.group, runner, passes, snapshots, self.config)
+        return together(self.group, engine, self.config)
 
     # -- undoing it --------------------------------------------------------------------------------
 
