@@ -161,6 +161,8 @@ def touch(rank: int, ranks: int, how: How) -> dict[str, str]:
     assert weight.shape == (37, 47) == weight.grad.shape
     assert weight.requires_grad
     assert "FlatShard" in repr(weight.detach())
+    assert torch.zeros_like(weight).dtype == weight.dtype
+    assert torch.zeros_like(weight, dtype=torch.float64).dtype == torch.float64
     here, values = offload.local(weight)
     with offload.gathered(model):
         whole = weight.detach().clone()

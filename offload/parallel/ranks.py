@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,13 +16,8 @@ from offload.parallel.flat_shard import FlatShard
 from offload.parallel.order import Kind
 from offload.planning.profile import Sharding, shard_of
 
-_ALONE: Any = (
-    torch.Tensor.detach,
-    torch.Tensor.data.__get__,  # type: ignore[attr-defined]
-    torch.zeros_like,
-    torch.empty_like,
-)
-"""What gives a shard of a parameter, and needs no other rank."""
+_VALUES: Any = torch.Tensor.detach, torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_LIKE: Any = torch.zeros_like, torch.empty_like
 
 
 class Ranks:
@@ -36,27 +32,21 @@ class Ranks:
         self._states_whole = False
         """Whether it shows states, too."""
 
-    def answers(self, unit: int, index: int, function: Any, args: Any) -> bool:
-        """Whether a function of a parameter at rest needs nothing of other ranks; see `answer`."""
-        parameter, *others = args or (None,)
+    def without_others(
+        self, unit: int, index: int, function: Any, args: Any, kwargs: Any
+    ) -> Callable[[], Any] | None:
+        """How to call a function of a parameter at rest; None where that needs other ranks."""
+        key, resting = Key("weight", unit, index), [isinstance(x, OffloadedParameter) for x in args]
         if (unit, index) in self._shown:
-            return False
-        if function is torch.Tensor.copy_ and isinstance(parameter, OffloadedParameter):
-            return not isinstance(others[0], OffloadedParameter)
-        return function in _ALONE
-
-    def answer(self, unit: int, index: int, function: Any, args: Any) -> Any:
-        """Do a function of a parameter that needs nothing of other ranks."""
-        if function is torch.Tensor.copy_:
-            source = args[1].to(args[0].dtype)
-            if not isinstance(source, FlatShard):
-                source = source.expand(args[0].shape).contiguous()
-            args[0]._offload_access.set_data(source)
-            return args[0]
-        here = self._snapshots.read(Key("weight", unit, index))
-        if function in (torch.zeros_like, torch.empty_like):
-            return self._shard("weight", unit, index, here.zero_())
-        return self.shard("weight", unit, index, here)
+            return None
+        if function is torch.Tensor.copy_ and resting[:2] == [True, False]:
+            return partial(_copy, *args[:2])
+        if function in _VALUES:
+            return lambda: self.shard(*key, self._snapshots.read(key))
+        if function in _LIKE:
+            form = {name: kwargs[name] for name in ("dtype", "device") if name in kwargs}
+            return lambda: self._shard(*key, torch.zeros_like(self._snapshots.read(key), **form))
+        return None
 
     def shard(self, kind: str, unit: int, index: int, here: torch.Tensor) -> torch.Tensor:
         """A value of a parameter as the user has it."""
@@ -162,6 +152,15 @@ class Ranks:
         """Which elements of a parameter this rank has."""
         one = self._profile.units[unit].parameters[parameter]
         return slice(one.first, one.first + one.elements)
+
+
+def _copy(parameter: Any, source: torch.Tensor) -> Any:
+    """Give a parameter values that all ranks have, or a shard."""
+    source = source.to(parameter.dtype)
+    if not isinstance(source, FlatShard):
+        source = source.expand(parameter.shape).contiguous()
+    parameter._offload_access.set_data(source)
+    return parameter
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
