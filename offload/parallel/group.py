@@ -1,10 +1,10 @@
 """The ranks that share a model, and what they send each other, by torch.distributed.
 
 [Note: Waits]
-A wait for other ranks goes on in short slices, so that Ctrl-C is seen, and ends with an error that
-names whom it waited for. A rank that raises writes why into the store of the process group, where
-the others look once a collective has failed or taken long. One that was killed writes nothing: the
-others write that they are there, and who has not after a while is named.
+A wait for other ranks goes on in short slices, so that Ctrl-C is seen. It ends with an error that
+names the rank that did not come. A rank that raises writes the reason into the store of the process
+group, and the others read it once a collective has failed or taken long. A rank that was killed
+writes nothing: the others write that they live, and a rank that has not after a while is named.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class Group:
         self._talk = self._group if "cpu:" in backends else own_group(group, "gloo", tuple(ranks))
         """For what lies in CPU memory: messages, sums, values. No stream of a device waits."""
         self.comm_stream = device.new_stream()
-        """In this context collectives of slots begin: whoever begins one has waited for its slots,
-        so it is behind none of the user's compute."""
+        """In this context collectives of slots begin. Their ops have waited for the slots, so no
+        compute of the user has to end first."""
         self._number = _numbers[self._group] = _numbers.get(self._group, 0) + 1
         """Of the model, among those of these ranks."""
         self.sent_bytes = 0
@@ -316,7 +316,7 @@ class Group:
 
     def _blame(self) -> EngineError:
         """What to raise where a collective has failed: which rank caused it, as far as is known."""
-        time.sleep(LOOK_AGAIN_S)  # Whoever raised may still be writing why.
+        time.sleep(LOOK_AGAIN_S)  # The rank that raised may still be writing why.
         try:
             self._raise_failed()
         except EngineError as found:
@@ -340,7 +340,7 @@ class Group:
         return f"rank {names}" if len(others) == 1 else f"ranks {names}" if others else ""
 
     def _live(self) -> None:
-        """Tell the others, who may look for the one that does not."""
+        """Tell the others, which may look for a rank that does not."""
         self._write(f"lives {self.rank} {self.step}", "")
 
     def _write(self, key: str, what: str) -> None:
