@@ -123,6 +123,7 @@ SCALED_BESIDE = Site(
 
 HOW = {
     "memory": How("twice", micro=2, config={"shard": 3, "max_grad_norm": 0.5}),
+    "turns": How("braided", micro=2, config={"shard": 3}),
     "away": How(
         "adapter",
         torch.float32,

@@ -162,10 +162,7 @@ class Gradients:
 
     def _acquire(self, unit: int) -> None:
         """Wait until the collecting place of a unit is free, and begin to collect."""
-        slot = self._slots[unit]
-        for other in sorted(self._collecting) if slot is not None else ():
-            if self._slots[other] == slot:
-                self.send(other)
+        self._free_slot(unit)
         phase = self._runner.moves(collect, unit, self._passes.position)
         (task,) = self._runner.start(phase, self._passes.number)
         try:
@@ -177,6 +174,13 @@ class Gradients:
             raise
         self.units[unit].task, self.units[unit].summed = task, frozenset()
         self._collecting.add(unit)
+
+    def _free_slot(self, unit: int) -> None:
+        """Send on what another unit has in the slot in which a unit is collected."""
+        slot = self._slots[unit]
+        for other in sorted(self._collecting) if slot is not None else ():
+            if self._slots[other] == slot:
+                self.send(other)
 
     # -- what `p.grad` does ----------------------------------------------------------------------
 

@@ -61,11 +61,11 @@ class SummedGradients(Gradients):
         whole = self.units[unit].kept >= self.units[unit].trainable
         return whole and self.collectives.is_through(unit)
 
-    def _acquire(self, unit: int) -> None:
+    def _free_slot(self, unit: int) -> None:
+        super()._free_slot(unit)
         other = self.collectives.exchanging
         if other is not None and self._slots[other] == self._slots[unit]:
             self.collectives.end_exchange()
-        super()._acquire(unit)
 
     def _move_home(self, unit: int, new: frozenset[int], kept: frozenset[int]) -> None:
         self.collectives.exchange(unit, partial(self._exchange, unit, new))
