@@ -78,9 +78,9 @@ class Link:
         for name in ("gather", "exchange"):
             setattr(group, name, partial(self._slowed, getattr(group, name)))
 
-    def _slowed(self, call: Any, into: torch.Tensor, source: torch.Tensor) -> Any:
+    def _slowed(self, call: Any, *args: Any) -> Any:
         before = self._group.sent_bytes
-        work, takes = call(into, source), (self._group.sent_bytes - before) / GIGABIT
+        work, takes = call(*args), (self._group.sent_bytes - before) / GIGABIT
         self.busy += takes
         self._free = max(self._free, time.perf_counter()) + takes
         until, over = self._free, torch.futures.Future[None]()

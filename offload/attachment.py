@@ -28,8 +28,6 @@ from offload.model.checks import check_arguments, check_model
 from offload.model.engine import Engine, NoCommits, attached, engine_of, engines
 from offload.model.hooks import Hooks
 from offload.model.parameter import PLAIN, AttachedParameter
-from offload.model.passes import Passes
-from offload.model.snapshots import Snapshots
 from offload.model.units import FlatUnit, Group, count_change, partition
 from offload.optim.optimizer import Optimizer, give_back
 from offload.optim.states import States
@@ -446,7 +444,7 @@ class _Attaching:
         parts = [buffer[one] for one in self.plan.profile.own_weights(unit.index)]
         mine = torch.cat(parts) if parts[1:] else parts[0]
         if self.group is not None and new:
-            self.group.saw(buffer)
+            self.group.add_to_checksum(buffer)
         for piece, (offset, size) in enumerate(shard.weight_chunks):
             runner.write_home(Value("weight", unit.index, piece), mine[offset : offset + size])
         unit.unbind()
@@ -492,7 +490,7 @@ class _Attaching:
             if unit not in engine.residents:
                 parameter._offload_access = ParameterAccess(engine, unit, index)  # type: ignore
         optimizer = None
-        engine.updates.shares += [one.share for one in (engine.ranks, self.split) if one]
+        engine.updates.shares += [one.share_squares for one in (self.group, self.split) if one]
         if self.optimizer is not None:
             states, check = States(runner), _same_parameters(self.model)
             optimizer = Optimizer(self.optimizer, engine, states, places, check)
@@ -523,14 +521,14 @@ class _Attaching:
             exposed_bytes_max=least if exposed is None else exposed,
             micro_batches=self.config.micro_batches,
             make_updates=partial(Updates, runner, self.config.max_grad_norm),
-            make_ranks=None if self.group is None else partial(self._join, runner),
+            make_ranks=None if self.group is None else self._join,
         )
 
-    def _join(self, runner: Runner, passes: Passes, snapshots: Snapshots) -> tuple[Any, Any]:
+    def _join(self, engine: Engine) -> tuple[Any, Any]:
         """What is done with the other ranks, which are seen to have the same model."""
         from offload.parallel import together
 
-        return together(self.group, runner, passes, snapshots, self.config)
+        return together(self.group, engine, self.config)
 
     # -- undoing it --------------------------------------------------------------------------------
 

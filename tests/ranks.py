@@ -205,15 +205,15 @@ class Model(nn.Module):
             self.experts = nn.ModuleList(Block(width) for _ in range(3))
             self.strands = nn.ModuleList([Halves(width)])
         if kind == "braided":
-            self.strands = nn.ModuleList(Halves(width) for _ in range(2))
+            self.strands = nn.ModuleList(Halves(width) for _ in range(3))
         if kind == "scalar":
             self.gain = nn.Parameter(torch.ones(()))
 
     def forward(self, tokens: torch.Tensor, only: int | None = None) -> torch.Tensor:
         x = self.embed(tokens)
-        if self.kind == "braided":  # The gradients of two units come in turns.
-            x, y = self.strands[0](x, 0), self.strands[1](x, 0)
-            x = self.strands[0](y, 1) + self.strands[1](x, 1)
+        if self.kind == "braided":  # Gradients come in turns, of units that share a slot, too.
+            x, y, z = (one(x, 0) for one in self.strands)
+            x = self.strands[0](z, 1) + self.strands[1](x, 1) + self.strands[2](y, 1)
         for at, block in enumerate(self.blocks):
             if only is not None and at == only:
                 continue

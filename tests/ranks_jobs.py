@@ -110,8 +110,9 @@ def early(rank: int, ranks: int, how: How) -> list[tuple[int, int]]:
     """How many updates have begun at the end of each backward, inside it and after it."""
     model, optimizer = _attached(how)
     engine, inside, found = offload.engine_of(model), list[int](), []
-    ended = engine.ranks.closed
-    engine.ranks.closed = lambda: (inside.append(len(engine.early.begun)), ended())
+    collectives = engine.ranks.collectives
+    ended = collectives.closed
+    collectives.closed = lambda: (inside.append(len(engine.early.begun)), ended())
     for step in range(how.steps):
         for micro in range(how.micro):
             how.loss(model, (step * how.micro + micro) * ranks + rank).backward()
@@ -160,6 +161,8 @@ def touch(rank: int, ranks: int, how: How) -> dict[str, str]:
     assert weight.shape == (37, 47) == weight.grad.shape
     assert weight.requires_grad
     assert "FlatShard" in repr(weight.detach())
+    assert torch.zeros_like(weight).dtype == weight.dtype
+    assert torch.zeros_like(weight, dtype=torch.float64).dtype == torch.float64
     here, values = offload.local(weight)
     with offload.gathered(model):
         whole = weight.detach().clone()

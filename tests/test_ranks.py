@@ -17,9 +17,9 @@ import pytest
 import torch
 
 import offload
+from offload.parallel.collectives import differences
 from offload.parallel.flat_shard import boxes
 from offload.parallel.group import Group
-from offload.parallel.ranks import differences
 from offload.runtime.entry import EngineError
 from tests import command, ranks_jobs
 from tests.ranks import KINDS, MEMORY, Failed, How, World, assert_as_one, digest, joined
@@ -187,15 +187,15 @@ def test_a_look_for_failures_asks_for_one_key(monkeypatch: pytest.MonkeyPatch) -
     store, (first, *_, last) = Kept(), [object.__new__(Group) for _ in range(64)]
     monkeypatch.setattr("offload.parallel.group.group_store", lambda _: store)
     for rank, one in ((0, first), (63, last)):
-        one.rank, one.ranks, one.step, one._group, one._told = rank, 64, 7, None, False
-    first._raise_told()
+        one.rank, one.ranks, one.step, one._group, one._has_failed = rank, 64, 7, None, False
+    first._raise_failed()
     assert len(store.looked) == 1
     last.fail(OSError("the drive is gone"))
     with pytest.raises(
         EngineError, match=r"rank 63 on .* after step 7: OSError: the drive is gone"
     ):
-        first._raise_told()
-    last._raise_told()
+        first._raise_failed()
+    last._raise_failed()
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])

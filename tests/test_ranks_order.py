@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from offload.parallel.group import Message
-from offload.parallel.order import Kind, Order, Request
+from offload.parallel.order import Kind, Order
 from offload.runtime.entry import EngineError
 
 SEEDS = 200
@@ -22,7 +22,7 @@ class Rank:
 
     def __init__(self, number: int, table: Table) -> None:
         self.number, self.table = number, table
-        self.log: list[Request] = []
+        self.log: list[Message] = []
         self.rounds = 0
         self.order = Order(self._tell, self.log.append)
 
@@ -30,7 +30,7 @@ class Rank:
         self.rounds += 1
         return self.table.said(self.number, message)
 
-    def use(self, *requests: Request, backward: bool = False) -> int:
+    def use(self, *requests: Message, backward: bool = False) -> int:
         """A pass in which the rank needs these; the ranks that were at its end."""
         self.order.open("backward" if backward else "forward")
         for one in requests:
@@ -71,8 +71,8 @@ class Table:
         return ranks, errors
 
 
-def gathers(*units: int) -> list[Request]:
-    return [Request(Kind.GATHER, unit) for unit in units]
+def gathers(*units: int) -> list[Message]:
+    return [Message(Kind.GATHER, unit) for unit in units]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -143,13 +143,13 @@ def test_a_gradient_is_exchanged_once_and_by_all(ranks: int) -> None:
                 for _ in range(mine.randrange(3)):  # Generations of other lengths.
                     rank.use(*gathers(*mine.sample(range(6), 2)))
                 rank.use(*gathers(1, 2))
-                needs = list[Request]()
+                needs = list[Message]()
                 for unit in sorted(mine.sample(range(6), mine.randrange(1, 6)), reverse=True):
                     needs += gathers(unit)[: mine.randrange(2)]
-                    needs.append(Request(Kind.EXCHANGE, unit))
+                    needs.append(Message(Kind.EXCHANGE, unit))
                 assert rank.use(*needs, backward=True) == (1 << ranks) - 1
                 rank.order.meet(Kind.STEP)
-                rank.log.append(Request(Kind.STEP, 0))
+                rank.log.append(Message(Kind.STEP, 0))
 
         found, errors = Table(ranks).run(job)
         assert not errors, (seed, errors)

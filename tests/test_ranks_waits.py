@@ -19,55 +19,63 @@ HANGS_S = 20.0
 
 
 class Site(NamedTuple):
-    """A place in a file of `offload/parallel`, and the source without it."""
+    """A place in a module of `offload.parallel`, or another one of `offload`, and the source
+    without it."""
 
     file: str
     present: str
     absent: str
 
+    @property
+    def module(self) -> str:
+        return f"offload.{self.file}" if "." in self.file else f"offload.parallel.{self.file}"
 
-_TASK = "entry.unit, task)\n            )\n"
+    @property
+    def text(self) -> str:
+        return (ROOT / self.module.replace(".", "/")).with_suffix(".py").read_text()
+
+    @property
+    def other(self) -> tuple[str, str]:
+        """The module, and its source without the place."""
+        return self.module, self.text.replace(self.present, self.absent)
+
 
 SITES = {
     "gather: until it is there": Site(
-        "ranks",
-        "        if task is not None:\n            self._land(task)\n        elif",
-        "        if task is not None:\n            pass\n        elif",
+        "collectives",
+        "        self._land(Message(Kind.GATHER, entry.unit))\n        self",
+        "        self",
     ),
     "gather: for the shard and the slot": Site(
-        "ranks",
+        "collectives",
         "                self._runner.begin(task)\n            works",
         "                pass\n            works",
     ),
     "exchange: for the fold of the one before": Site(
-        "ranks",
-        "self._sent[1]) is not None:\n            self._land(task)\n        self._busy",
-        "self._sent[1]) is not None:\n            pass\n        self._busy",
+        "collectives",
+        "        self.end_exchange()\n        self._busy",
+        "        self._busy",
     ),
     "collecting: for the exchange of the slot": Site(
         "gradients",
-        "        self._ranks.land(unit)\n        super()._acquire",
-        "        super()._acquire",
+        "            self.collectives.end_exchange()\n",
+        "            pass\n",
     ),
-    "exchange: for the gradient": Site(
-        "ranks", "            runner.begin(task)\n            self.grad", "            self.grad"
-    ),
+    "exchange: for the gradient": Site("gradients", "            self._runner.begin(task)\n", ""),
     "end of a pass: for what has begun": Site(
-        "ranks", "backward=backward)\n        self._land()\n", "backward=backward)\n"
+        "collectives", "backward=backward)\n        self._land()\n", "backward=backward)\n"
     ),
     "landing: for the collective": Site(
-        "ranks",
+        "collectives",
         "                for work in works:\n                    self.group.wait(work)\n",
         "",
     ),
-    "fold: for the slot": Site(
-        "gradients", "            runner.begin(task)\n            place", "            place"
-    ),
+    "fold: for the slot": Site("gradients", "            runner.begin(task)\n", ""),
     "norm: for the sums here": Site(
-        "ranks", "        runner.begin(task)\n        mine", "        mine"
+        "optim.update", "                    runner.begin(self._normed)\n", ""
     ),
     "norm: of all ranks": Site(
-        "ranks", "                clip.put(leaf, nodes)\n", "                pass\n"
+        "group", "                clip.put(leaf, nodes)\n", "                pass\n"
     ),
     "sum: in the order of ranks": Site(
         "gradients",
@@ -105,16 +113,17 @@ SITES = {
 }
 
 SCALED_BESIDE = Site(
-    "ranks",
-    "        with self.group.apart():\n            runner.begin(task)\n"
-    "            self.gradients.prepare(unit, new)\n",
-    "        self.gradients.prepare(unit, new)\n"
-    "        with self.group.apart():\n            runner.begin(task)\n",
+    "gradients",
+    "        with self._group.comm_stream():\n            self._runner.begin(task)\n"
+    "            self._prepare(unit, source, new)\n",
+    "        self._prepare(unit, source, new)\n"
+    "        with self._group.comm_stream():\n            self._runner.begin(task)\n",
 )
 """A gradient is scaled on the user's stream while another stream sends it."""
 
 HOW = {
     "memory": How("twice", micro=2, config={"shard": 3, "max_grad_norm": 0.5}),
+    "turns": How("braided", micro=2, config={"shard": 3}),
     "away": How(
         "adapter",
         torch.float32,
@@ -137,8 +146,7 @@ def of(how: How, tmp_path: Path) -> How:
 
 def test_the_sites_are_in_the_source() -> None:
     for name, site in [*SITES.items(), ("scaled", SCALED_BESIDE)]:
-        text = (ROOT / f"offload/parallel/{site.file}.py").read_text()
-        assert text.count(site.present) == 1, name
+        assert site.text.count(site.present) == 1, name
 
 
 @pytest.mark.parametrize("name", SITES)
@@ -153,11 +161,9 @@ def test_where_nothing_is_taken_out_nothing_is_missed(file: str, tmp_path: Path)
 
 def missed(site: Site, tmp_path: Path) -> bool:
     """Whether ranks without a site are seen to be."""
-    text = (ROOT / f"offload/parallel/{site.file}.py").read_text()
-    source = text.replace(site.present, site.absent)
     mesh = (2, 2) if site.file == "two_level_group" else ()
     whole = World(4 if mesh else 2, tmp_path)
-    less = World(whole.ranks, tmp_path, other=(f"offload.parallel.{site.file}", source))
+    less = World(whole.ranks, tmp_path, other=site.other)
     hows = [replace(of(how, tmp_path), mesh=mesh) for how in HOW.values()]
     try:
         return any(_missed(whole, less, how) for how in hows)
@@ -168,9 +174,7 @@ def missed(site: Site, tmp_path: Path) -> bool:
 
 def test_work_on_the_wrong_stream_is_a_race(tmp_path: Path) -> None:
     pytest.importorskip("offload.runtime._runner", reason="not compiled here")
-    text = (ROOT / f"offload/parallel/{SCALED_BESIDE.file}.py").read_text()
-    source = text.replace(SCALED_BESIDE.present, SCALED_BESIDE.absent)
-    less = World(2, tmp_path, other=("offload.parallel.ranks", source))
+    less = World(2, tmp_path, other=SCALED_BESIDE.other)
     less.begin("paced", 3, "train", How())
     try:
         found = less.results()

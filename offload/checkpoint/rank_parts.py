@@ -70,7 +70,7 @@ def read_together(engine: Engine, reader: SetsReader, read: Callable[[], object]
     except Exception as error:
         failed.append(error)
     _tell(engine, failed, "could not read its part")
-    reader.check(engine.ranks.group.tell_objects(reader.parts))
+    reader.check(engine.ranks.group.all_objects(reader.parts))
 
 
 class _Elsewhere(Exception):
@@ -79,7 +79,7 @@ class _Elsewhere(Exception):
 
 def _tell(engine: Engine, failed: list[Exception], what: str) -> None:
     """Raise on all ranks where any of them has failed."""
-    told = engine.ranks.group.tell_objects([f"{type(one).__name__}: {one}" for one in failed])
+    told = engine.ranks.group.all_objects([f"{type(one).__name__}: {one}" for one in failed])
     if failed:
         raise failed[0]
     for rank, each in enumerate(told):
@@ -117,7 +117,7 @@ def _of_all(engine: Engine, mine: Parts, sets: Sets, failed: list[Exception]) ->
             slots = torch.split(sent, [*parts.values()])
             for slot, (_, _, part) in zip(slots, given):
                 slot.copy_(torch.from_numpy(bytes_of(part.cpu().contiguous())))
-            ranks.group.spread(sent, rank)
+            ranks.group.broadcast(sent, rank)
             if ranks.group.rank == 0:
                 yield from ((prefix, name, slot) for prefix, slot in zip(parts, slots))
     if ranks.group.rank == 0:

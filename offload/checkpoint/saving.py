@@ -116,7 +116,7 @@ def save(
             run["optimizer"] = optimizer_of(engine, optimizer)
             run["random"] = random_state(engine.runner.device.torch_device)
             if engine.ranks is not None:
-                run["random_of_ranks"] = engine.ranks.group.tell_objects(run["random"])
+                run["random_of_ranks"] = engine.ranks.group.all_objects(run["random"])
         sets = sets_of(engine, model, run)
         opened.enter_context(interruptible())
 

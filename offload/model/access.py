@@ -55,9 +55,10 @@ class ParameterAccess:
         """
         refuse_recording("an offloaded parameter was used")
         touched: list[ParameterAccess] = [one._offload_access for one in resting]
-        ranks = touched[0].engine.ranks
-        if ranks is not None and ranks.answers(touched[0].unit, touched[0].index, function, args):
-            return touched[0]._alone(function, args)
+        if (ranks := touched[0].engine.ranks) is not None:
+            at = touched[0].unit, touched[0].index
+            if (call := ranks.without_others(*at, function, args, kwargs)) is not None:
+                return touched[0]._alone(call)
         with ExitStack() as stack:
             for one in touched:
                 stack.enter_context(one.engine.lock)
@@ -70,12 +71,12 @@ class ParameterAccess:
                 return function(*args, **kwargs)
 
     @entry
-    def _alone(self, function: Callable[..., Any], args: Any) -> Any:
+    def _alone(self, call: Callable[[], Any]) -> Any:
         """Do what needs no value that other ranks have."""
         with self.engine.lock:
             self.engine.end_broken_pass()
             self.engine.snapshots.boundary(self.unit)
-            return self.engine.ranks.answer(self.unit, self.index, function, args)
+            return call()
 
     @contextmanager
     def _lent(self) -> Iterator[None]:

@@ -48,8 +48,8 @@ class ActiveUnits:
             self._use_apart(unit, entry)
             return
         try:
-            if self._passes.ranks is not None:
-                self._passes.ranks.gather(entry)
+            if self._passes.collectives is not None:
+                self._passes.collectives.gather(entry)
             self._runner.begin(entry.task)
             if unit.kept is None:
                 unit.kept = unit.views_of(self._runner.memory.weights(unit.index))
@@ -69,8 +69,8 @@ class ActiveUnits:
         try:
             with torch.inference_mode(False):
                 buffer = zeros_on(self._runner.device, unit.spec.weight_bytes)
-            if self._passes.ranks is not None:
-                self._passes.ranks.gather_apart(unit.index, buffer)
+            if self._passes.collectives is not None:
+                self._passes.collectives.gather_into(unit.index, buffer)
             else:
                 self._runner.read_weights(unit.index, buffer)
             unit.weights = unit.views_of(buffer)

@@ -16,7 +16,7 @@ its own first, so it keeps what it showed; a view of it does not, and shows late
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +28,7 @@ from offload.model.passes import Passes
 from offload.model.snapshots import Key, Snapshots, share
 from offload.model.units import refuse_sparse
 from offload.planning.layout import FULL
-from offload.planning.profile import Parameter
+from offload.planning.profile import Parameter, Unit
 from offload.program.compile import add_gradient, collect, collected, offload_gradient, passing
 from offload.program.ops import Op, Use, Value, Verb
 from offload.runtime.memory import typed
@@ -69,8 +69,6 @@ class Gradients:
         """Units whose gradient is being collected."""
         self._shown: dict[tuple[int, int], weakref.ref[torch.Tensor]] = {}
         """By unit and parameter, what shows a gradient in place."""
-        self.require_open: Callable[[int], object] = lambda unit: None
-        """Refuses what other ranks want of a unit once its update has begun."""
         self.units = [
             UnitGradient(frozenset(i for i, p in enumerate(unit.parameters) if p.trainable))
             for unit in self._plan.profile.units
@@ -121,13 +119,18 @@ class Gradients:
         one = self.units[unit]
         if one.task is None:
             return
-        self._runner.finish(one.task)
-        one.task = None
-        self._collecting.discard(unit)
-        arrived, one.arrived = one.arrived, set()
+        arrived = self._end_collecting(unit, one.task)
         if self._slots[unit] is not None:
-            self._move_home(unit, frozenset(arrived), frozenset(one.kept))
+            self._move_home(unit, arrived, frozenset(one.kept))
             one.kept |= arrived
+
+    def _end_collecting(self, unit: int, task: Task) -> frozenset[int]:
+        """End the collecting of a unit; the parameters that have arrived in it."""
+        one = self.units[unit]
+        self._runner.finish(task)
+        self._collecting.discard(unit)
+        arrived, one.task, one.arrived = frozenset(one.arrived), None, set()
+        return arrived
 
     def _move_home(self, unit: int, new: frozenset[int], kept: frozenset[int]) -> None:
         """Move what is new of a gradient from its slot home, and add it to what is kept there."""
@@ -159,10 +162,7 @@ class Gradients:
 
     def _acquire(self, unit: int) -> None:
         """Wait until the collecting place of a unit is free, and begin to collect."""
-        slot = self._slots[unit]
-        for other in sorted(self._collecting) if slot is not None else ():
-            if self._slots[other] == slot:
-                self.send(other)
+        self._free_slot(unit)
         phase = self._runner.moves(collect, unit, self._passes.position)
         (task,) = self._runner.start(phase, self._passes.number)
         try:
@@ -174,6 +174,13 @@ class Gradients:
             raise
         self.units[unit].task, self.units[unit].summed = task, frozenset()
         self._collecting.add(unit)
+
+    def _free_slot(self, unit: int) -> None:
+        """Send on what another unit has in the slot in which a unit is collected."""
+        slot = self._slots[unit]
+        for other in sorted(self._collecting) if slot is not None else ():
+            if self._slots[other] == slot:
+                self.send(other)
 
     # -- what `p.grad` does ----------------------------------------------------------------------
 
@@ -272,11 +279,15 @@ class Gradients:
 
     def _view(self, use: Use, unit: int, parameter: int) -> torch.Tensor:
         """A gradient in the shape of its parameter, in a place of a memory tier."""
-        profile = self._plan.profile
-        spec = (profile.full if use.place.use in FULL else profile.units)[unit]
+        spec = self._layout_at(use)
         dtype, shape = spec.gradient_dtype(parameter), spec.parameters[parameter].shape
         flat = self._runner.memory.at(use)
         return typed(flat, dtype, spec.gradient_offset(parameter), shape)
+
+    def _layout_at(self, use: Use) -> Unit:
+        """How a unit lies in a place: in full, or as far as it is here."""
+        profile = self._plan.profile
+        return (profile.full if use.place.use in FULL else profile.units)[use.value.unit]
 
 
 def take_gradient(parameter: nn.Parameter) -> torch.Tensor | None:

@@ -99,7 +99,7 @@ class Passes:
         """Position in the order of the open pass after the last unit used."""
         self.verb: Verb | None = None
         """Direction of the open pass."""
-        self.ranks: Any = None
+        self.collectives: Any = None
         """Of `parallel`, which stands above; None with one rank."""
         self._steady = dict.fromkeys(orders, True)
         """Whether the last pass of a direction was in the order expected of it."""
@@ -109,16 +109,16 @@ class Passes:
         assert self._open is None
         self.number += 1
         self.position = 0
-        if self.ranks is not None:
-            self.ranks.opened(verb, self._held)
+        if self.collectives is not None:
+            self.collectives.opened(verb, self._held)
         self._open, self.verb = _Pass(verb, self.orders[verb]), verb
         self._queue(self._open, 0, whole=self._steady[verb])
 
     def close(self, *, finished: bool) -> None:
         """End the pass; the order of a `finished` one is that of the next."""
         self.pause()
-        if self._open is not None and self.ranks is not None:
-            self.ranks.closed()
+        if self._open is not None and self.collectives is not None:
+            self.collectives.closed()
         ended, self._open, self.verb, self.position = self._open, None, None, 0
         if ended is None:
             return
@@ -191,8 +191,8 @@ class Passes:
 
     def weights_changed(self, unit: int) -> None:
         """The home of a unit's weights changes: what is fetched or to be fetched of them is old."""
-        if self.ranks is not None:
-            self.ranks.changes(unit)
+        if self.collectives is not None:
+            self.collectives.changes(unit)
         self.pause()
         self.invalidate(unit)
 

@@ -16,16 +16,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from offload.config import Config
-from offload.model.engine import engine_of
-from offload.model.passes import Passes
-from offload.model.snapshots import Snapshots
+from offload.model.engine import Engine, engine_of
 from offload.parallel.flat_shard import FlatShard
 from offload.parallel.gradients import SummedGradients
 from offload.parallel.group import Group
 from offload.parallel.ranks import Ranks
 from offload.parallel.two_level_group import TwoLevelGroup, levels_of
 from offload.runtime.device import Device
-from offload.runtime.runner import Runner
 from offload.runtime.torch_internals import local_part
 
 
@@ -115,10 +112,8 @@ def local(parameter: torch.Tensor) -> tuple[range, torch.Tensor]:
     return range(found.numel()), found.view(-1)
 
 
-def together(
-    group: Group, runner: Runner, passes: Passes, snapshots: Snapshots, config: Config
-) -> tuple[Ranks, SummedGradients]:
+def together(group: Group, engine: Engine, config: Config) -> tuple[Ranks, SummedGradients]:
     """What the engines of all ranks do together, whose models are seen to be the same."""
     group.require_alike_values()
-    ranks = Ranks(group, runner, passes, snapshots)
-    return ranks, SummedGradients(runner, passes, snapshots, ranks, config.reduce)
+    gradients = SummedGradients(group, engine, config.reduce)
+    return Ranks(gradients.collectives, engine.snapshots), gradients

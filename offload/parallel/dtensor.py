@@ -91,23 +91,12 @@ class DTensorBinding(Binding):
         return with_local_part(DTensor, self._like, local)  # type: ignore[no-any-return]
 
 
-class TensorGroup:
+class TensorGroup(Group):
     """The ranks that have parts of the same parameters."""
-
-    def __init__(self, group: Group):
-        """Over a group of its own."""
-        self._group = group
 
     def binding_of(self, parameter: nn.Parameter) -> Binding:
         """How a parameter has its values."""
         return DTensorBinding(parameter) if isinstance(parameter, DTensor) else PLAIN
-
-    def share(self, clip: Any) -> None:
-        """Let all ranks have the sums of squares of each: parts of a tensor are added in the order
-        of ranks, and what all of them have counts once."""
-        for parts in self._group.tell_objects(clip.parts()):
-            for leaf, nodes in parts.items():
-                clip.put(leaf, nodes)
 
 
 def tensor_group(
@@ -137,7 +126,7 @@ def tensor_group(
             "DTensor: a model that is parallelized goes with the other dimension of its mesh, as "
             'in mesh["tp"] and mesh["dp"]; after fully_shard, leave that out, as attach cuts it'
         )
-    return TensorGroup(Group(group, device, config.comm_timeout))
+    return TensorGroup(group, device, config.comm_timeout)
 
 
 def _fault_of(one: DTensor, mesh: DeviceMesh, device: Device) -> str | None:

@@ -57,6 +57,11 @@ class ShardError(RuntimeError):
     """Values were asked for of which this rank has a part."""
 
 
+def _refused(what: str) -> Any:
+    """A method that needs values of other ranks."""
+    return lambda self, *_, **__: self._refuse(what)
+
+
 class FlatShard(torch.Tensor):
     """See [Note: Flat shards]."""
 
@@ -101,20 +106,10 @@ class FlatShard(torch.Tensor):
         elements, of = self.local()[0], f"of {self.numel()}"
         return f"{elements.start} to {elements.stop} {of}" if elements else f"none {of}"
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        self._refuse("torch.save or a pickle")
-
-    def tolist(self) -> NoReturn:
-        """Refused: values are on other ranks."""
-        self._refuse("tolist()")
-
-    def untyped_storage(self) -> NoReturn:
-        """Refused: values are on other ranks."""
-        self._refuse("the memory (by safetensors, likely)")
-
-    def numpy(self, *, force: bool = False) -> NoReturn:
-        """Refused: values are on other ranks."""
-        self._refuse("numpy()")
+    __reduce_ex__ = _refused("torch.save or a pickle")
+    tolist = _refused("tolist()")
+    numpy = _refused("numpy()")
+    untyped_storage = _refused("the memory (by safetensors, likely)")
 
     def __deepcopy__(self, memo: object) -> FlatShard:
         return self._with(self._local.clone())
@@ -156,8 +151,8 @@ class FlatShard(torch.Tensor):
 
     def boxes(self) -> Iterator[Box]:
         """The boxes of which the elements here are made, in order."""
-        first, stop = self._first, self._first + self._local.numel()
-        for begin, offsets, sizes in boxes(tuple(self.shape), first, stop):
+        here = self.local()[0]
+        for begin, offsets, sizes in boxes(tuple(self.shape), here.start, here.stop):
             if self._part is not None:
                 offsets = tuple(map(add, self._part.start, offsets))
             yield begin, offsets, sizes

@@ -1,22 +1,35 @@
-"""Gradients over ranks: collected for the full unit, summed where they are owned."""
+"""Gradients over ranks: collected for the full unit, sent to the owners, and summed there.
+
+[Note: Sums over ranks]
+An owner gets the gradients of all ranks and adds them to what it keeps one after the other, in the
+order of ranks, by the rounding of a micro-batch. So N ranks with A micro-batches each sum as one
+process does that takes the N * A in turn. Over two levels what comes are sums already, see [Note:
+Two levels]. Where a parameter got no gradient on a rank, that rank sends -0.0, which added to any
+number is that number.
+
+A gradient goes this way: `collect` puts it into the slot of its full unit, `_move_home` waits for
+its place in the order of all ranks, `_exchange` sends it, and `_fold` adds what came from them to
+what is kept. `serve` sends it where another rank comes to its end first.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import count
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import torch
 
 from cpu_adam import accumulate
+from offload.model.engine import Engine
 from offload.model.gradients import Gradients
-from offload.model.passes import Passes
-from offload.model.snapshots import Snapshots
-from offload.parallel.ranks import Ranks
-from offload.program.compile import arrival, collected, fold
-from offload.program.ops import Use, Value
+from offload.parallel.collectives import Collectives
+from offload.parallel.group import Group
+from offload.planning.layout import Place
+from offload.program.compile import arrival, collected, exchange, fold
+from offload.program.ops import Op, Use, Value
 from offload.runtime.memory import typed
-from offload.runtime.runner import Runner
+from offload.runtime.runner import Task
 
 
 class SummedGradients(Gradients):
@@ -25,23 +38,17 @@ class SummedGradients(Gradients):
     `UnitGradient.kept` is what has a gradient: after a backward on any rank, inside one on this.
     """
 
-    def __init__(
-        self,
-        runner: Runner,
-        passes: Passes,
-        snapshots: Snapshots,
-        ranks: Ranks,
-        reduce: Literal["mean", "sum"],
-    ):
-        """None is there; over `ranks` they are summed, or averaged."""
-        super().__init__(runner, passes, snapshots)
-        self._ranks = ranks
-        ranks.gradients = self
-        self._factor = 1 / ranks.group.ranks if reduce == "mean" else 1.0
+    def __init__(self, group: Group, engine: Engine, reduce: Literal["mean", "sum"]):
+        """None is there; over the ranks of `group` they are summed, or averaged."""
+        super().__init__(engine.runner, engine.passes, engine.snapshots)
+        self.collectives, self._group = Collectives(group, engine, self), group
+        self._factor = 1 / group.ranks if reduce == "mean" else 1.0
         self._stored: list[set[int]] = [set() for _ in self.units]
         """By unit, the parameters whose home has a sum."""
-        every = ((u, p) for u, one in enumerate(self.units) for p in sorted(one.trainable))
-        self._numbers = dict(zip(every, count()))
+        self._trainable = [
+            (u, p) for u, one in enumerate(self.units) for p in sorted(one.trainable)
+        ]
+        """Units and parameters, in the order of their bits."""
 
     # -- in backward -----------------------------------------------------------------------------
 
@@ -52,105 +59,123 @@ class SummedGradients(Gradients):
     def is_sum(self, unit: int) -> bool:
         """Whether it is that of all ranks, for all of the unit, and nothing is still to come."""
         whole = self.units[unit].kept >= self.units[unit].trainable
-        return whole and self._ranks.is_through(unit)
+        return whole and self.collectives.is_through(unit)
 
-    def _acquire(self, unit: int) -> None:
-        self._ranks.land(unit)
-        super()._acquire(unit)
+    def _free_slot(self, unit: int) -> None:
+        super()._free_slot(unit)
+        other = self.collectives.exchanging
+        if other is not None and self._slots[other] == self._slots[unit]:
+            self.collectives.end_exchange()
 
     def _move_home(self, unit: int, new: frozenset[int], kept: frozenset[int]) -> None:
-        self._ranks.exchange(unit, new)
+        self.collectives.exchange(unit, partial(self._exchange, unit, new))
 
-    def offer(self, unit: int) -> bool:
-        """Exchange what has come of a unit, as another rank asks; False where nothing has."""
+    def serve(self, unit: int) -> None:
+        """Send what has come of a unit, as another rank asks: -0.0 where nothing has."""
         one = self.units[unit]
-        if one.task is None:
-            return False
-        self._runner.finish(one.task)
-        one.task = None
-        self._collecting.discard(unit)
-        arrived, one.arrived = frozenset(one.arrived), set()
-        one.kept |= arrived
-        self._ranks.begin_exchange(unit, arrived)
-        return True
+        if one.task is not None:
+            arrived = self._end_collecting(unit, one.task)
+            one.kept |= arrived
+            self._exchange(unit, arrived)
+            return
+        reserve = Use(Place("device", "reserve"), Value("gradient", unit))
+        for segment in self._segments(reserve):
+            segment.fill_(-0.0)
+        self.collectives.exchange_began(unit, self._send(unit, reserve), partial(self._fold, unit))
+
+    def _exchange(self, unit: int, new: frozenset[int]) -> None:
+        """Send a gradient, of which the parameters `new` have come, to its owners."""
+        task, source = self._start(exchange, unit), collected(self._plan, unit)
+        with self._group.comm_stream():
+            self._runner.begin(task)
+            self._prepare(unit, source, new)
+            works = self._send(unit, source)
+
+        def over() -> None:
+            self._runner.finish(task)
+            self._fold(unit)
+
+        self.collectives.exchange_began(unit, works, over)
+
+    def _start(self, make: Callable[..., list[Op]], unit: int) -> Task:
+        moves = self._runner.moves(make, unit, self._passes.position + 1)
+        (task,) = self._runner.start(moves, self._passes.number)
+        return task
 
     @torch.no_grad()
-    def prepare(self, unit: int, new: frozenset[int]) -> None:
-        """Fill in what did not come, and scale: on the stream that exchanges it."""
-        there = collected(self._plan, unit)
+    def _prepare(self, unit: int, source: Use, new: frozenset[int]) -> None:
+        """Fill in what did not come, and scale: on the stream that sends it."""
         for parameter in self.units[unit].trainable - new:
-            self._view(there, unit, parameter).fill_(-0.0)
+            self._view(source, unit, parameter).fill_(-0.0)
         if self._factor != 1:
-            flat = self._runner.memory.at(there)
-            for segment in self._plan.profile.full[unit].segments:
-                if segment.trainable:
-                    typed(
-                        flat, segment.gradient_dtype, segment.gradient_offset, (segment.elements,)
-                    ).mul_(self._factor)
+            for segment in self._segments(source):
+                segment.mul_(self._factor)
+
+    def _send(self, unit: int, source: Use) -> list[Any]:
+        pairs = zip(self._segments(self._came(unit)), self._segments(source))
+        return [self._group.exchange(*pair) for pair in pairs]
 
     @torch.no_grad()
-    def fold(self, unit: int, part_of: Callable[[int], torch.Tensor]) -> None:
+    def _fold(self, unit: int) -> None:
         """Add the parts of all ranks to what is kept here."""
         runner, stored, every = self._runner, self._stored[unit], self.units[unit].trainable
-        ranks, at_home = range(self._ranks.group.folds), self._plan.gradient_slot[unit] is None
+        parts = [one.view(self._group.ranks, -1) for one in self._segments(self._came(unit))]
+        sums = Use(arrival(self._plan, unit), Value("gradient", unit))
+        ranks, at_home = range(self._group.folds), self._plan.gradient_slot[unit] is None
         adds = bool(stored) and not at_home
         for turn in [[rank] for rank in ranks] if adds else [ranks]:
-            (task,) = runner.start(
-                runner.moves(fold, unit, self._passes.position + 1), self._passes.number
-            )
+            task = self._start(fold, unit)
             runner.begin(task)
-            place = Use(arrival(self._plan, unit), Value("gradient", unit))
-            into = runner.memory.at(place)
             if at_home and stored:
                 for parameter in every - stored:
-                    self._view(place, unit, parameter).fill_(-0.0)
+                    self._view(sums, unit, parameter).fill_(-0.0)
             else:
-                into.copy_(part_of(turn[0]))
+                for into, part in zip(self._segments(sums), parts):
+                    into.copy_(part[turn[0]])
                 turn = turn[1:]
             for rank in turn:
-                self._add(unit, into, part_of(rank))
+                for into, part in zip(self._segments(sums), parts):
+                    accumulate(into, part[rank])
             runner.finish(task)
             if not at_home:
                 super()._move_home(unit, every, frozenset(stored))
             stored |= every
         self.units[unit].summed = frozenset()
 
-    def _add(self, unit: int, into: torch.Tensor, part: torch.Tensor) -> None:
-        for segment in self._plan.profile.units[unit].segments:
-            if segment.trainable:
-                which = segment.gradient_dtype, segment.gradient_offset, (segment.elements,)
-                accumulate(typed(into, *which), typed(part, *which))
+    @staticmethod
+    def _came(unit: int) -> Use:
+        """Where the parts of a gradient come from all ranks."""
+        return Use(Place("device", "exchange"), Value("gradient", unit))
+
+    def _segments(self, use: Use) -> list[torch.Tensor]:
+        """The segments of a gradient, flat, in a place of a memory tier."""
+        flat = self._runner.memory.at(use)
+        return [
+            typed(flat, one.gradient_dtype, one.gradient_offset, (one.elements,))
+            for one in self._layout_at(use).segments
+            if one.trainable
+        ]
 
     # -- what came where -------------------------------------------------------------------------
 
     def came(self) -> int:
         """The parameters that have a gradient, a bit each."""
-        return sum(
-            1 << self._numbers[unit, parameter]
-            for unit, one in enumerate(self.units)
-            for parameter in one.kept
-        )
+        bits = enumerate(self._trainable)
+        return sum(1 << bit for bit, (unit, index) in bits if index in self.units[unit].kept)
 
     def also_came(self, members: int) -> None:
         """These have a gradient on some rank."""
-        for (unit, parameter), number in self._numbers.items() if members else ():
-            if members >> number & 1:
-                self.units[unit].kept.add(parameter)
-
-    def has(self, unit: int, parameter: int) -> bool:
-        """Whether a parameter has a gradient."""
-        self._ranks.land(unit)
-        return super().has(unit, parameter)
+        for bit, (unit, index) in enumerate(self._trainable):
+            if members >> bit & 1:
+                self.units[unit].kept.add(index)
 
     def assign(self, unit: int, parameter: int, gradient: torch.Tensor | None) -> None:
         """Copy a gradient in, in place of the one that there is, if any."""
-        self._ranks.land(unit)
         super().assign(unit, parameter, gradient)
         if gradient is not None:
             self._stored[unit].add(parameter)
 
     def give_up(self, unit: int, parameter: int) -> None:
         """Let a parameter have no gradient."""
-        self._ranks.land(unit)
         super().give_up(unit, parameter)
         self._stored[unit].discard(parameter)

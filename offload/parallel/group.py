@@ -1,10 +1,10 @@
 """The ranks that share a model, and what they send each other, by torch.distributed.
 
 [Note: Waits]
-A wait for other ranks goes on in short slices, so that Ctrl-C is seen, and ends with an error that
-names whom it waited for. A rank that raises writes why into the store of the process group, where
-the others look once a collective has failed or taken long. One that was killed writes nothing: the
-others write that they are there, and who has not after a while is named.
+A wait for other ranks goes on in short slices, so that Ctrl-C is seen. It ends with an error that
+names the rank that did not come. A rank that raises writes the reason into the store of the process
+group, and the others read it once a collective has failed or taken long. A rank that was killed
+writes nothing: the others write that they live, and a rank that has not after a while is named.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import reprlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from itertools import chain
@@ -43,11 +44,6 @@ LOOK_AGAIN_S = 0.1
 PATIENCE_S = 2.0
 """After so long in one wait a rank says that it lives, and looks in the store; the others give it
 twice as long to say so."""
-
-WORD_BITS = 62
-"""Of a set that one number of a message holds."""
-
-WORD_MASK = (1 << WORD_BITS) - 1
 
 _numbers: dict[Any, int] = {}
 """How many models the ranks of a group have attached."""
@@ -84,9 +80,9 @@ class Group:
         self._gather_parts = _gather_by_broadcast if gloo else _all_gather
         self._talk = self._group if "cpu:" in backends else own_group(group, "gloo", tuple(ranks))
         """For what lies in CPU memory: messages, sums, values. No stream of a device waits."""
-        self.apart = device.new_stream()
-        """In this context collectives of slots begin: whoever begins one has waited for its slots,
-        so it is behind none of the user's compute."""
+        self.comm_stream = device.new_stream()
+        """In this context collectives of slots begin. Their ops have waited for the slots, so no
+        compute of the user has to end first."""
         self._number = _numbers[self._group] = _numbers.get(self._group, 0) + 1
         """Of the model, among those of these ranks."""
         self.sent_bytes = 0
@@ -95,8 +91,8 @@ class Group:
         """The last that all ranks have taken."""
         self._over: EngineError | None = None
         """What has ended all exchange with the others."""
-        self._told = False
-        self._seen = 0
+        self._has_failed = False
+        self._checksum = 0
 
     @property
     def position(self) -> int:
@@ -107,7 +103,7 @@ class Group:
 
     def least(self, machine: Machine) -> Machine:
         """What each rank has at least, so that all of them plan alike."""
-        found = self.tell_objects(machine)
+        found = self.all_objects(machine)
         names = ("device_bytes", "cpu_bytes", "nvme_bytes")
         least: Machine = replace(
             machine, **{n: min(getattr(one, n) for one in found) for n in names}
@@ -125,7 +121,7 @@ class Group:
             made.append(make())
         except Exception as error:
             failed = error
-        said = self.tell_objects(failed and f"{type(failed).__name__}: {failed}")
+        said = self.all_objects(failed and f"{type(failed).__name__}: {failed}")
         for one in made if any(said) else ():
             undo(one)
         if failed is not None:
@@ -135,9 +131,9 @@ class Group:
                 raise EngineError(f"rank {rank} cannot attach the model, so no rank does: {text}")
         return made[0]
 
-    def saw(self, weights: torch.Tensor) -> None:
+    def add_to_checksum(self, weights: torch.Tensor) -> None:
         """These are values of the model, the next in order."""
-        self._seen = crc32c(weights.contiguous().cpu(), self._seen)
+        self._checksum = crc32c(weights.contiguous().cpu(), self._checksum)
 
     def require_alike(self, model: nn.Module, plan: Plan, config: Config) -> None:
         """Refuse ranks with another model, config or version, before anything of it moves.
@@ -147,12 +143,12 @@ class Group:
         """
         for one in chain(model.parameters(), model.buffers()):
             if not one.is_meta:
-                self.saw(local_part(one.detach()))
+                self.add_to_checksum(local_part(one.detach()))
         names = ("states", "gradient_dtype", "max_grad_norm", "reduce", "micro_batches")
         fields = [f"Config {name}={getattr(config, name)!r}" for name in names]
         profile = plan.profile
         cut = replace(profile.sharding, position=0)
-        values = f"parameters and buffers whose checksum is {self._seen}"
+        values = f"parameters and buffers whose checksum is {self._checksum}"
         self._compare(f"torch {torch.__version__}", *fields, cut, *profile.full, values)
 
     def require_alike_values(self) -> None:
@@ -161,10 +157,10 @@ class Group:
         Raises:
             ValueError: they differ; on all of them.
         """
-        self._compare(f"parameters whose checksum is {self._seen}")
+        self._compare(f"parameters whose checksum is {self._checksum}")
 
     def _compare(self, *mine: object) -> None:
-        said = self.tell_objects(mine)
+        said = self.all_objects(mine)
         for rank, one in enumerate(said):
             for first, other in zip(said[0], one):
                 if first != other:
@@ -182,10 +178,10 @@ class Group:
         into: torch.Tensor,
         part: torch.Tensor,
         column: torch.Tensor | None = None,
-        there: bool = False,
+        in_column: bool = False,
     ) -> Any:
         """Begin to gather a part from each rank, in the order of their positions. Over two levels
-        what a column has stays in `column`, or is `there` from before."""
+        what a column has stays in `column`, or is there from before."""
         return self._gather(into, part, self._group)
 
     def exchange(self, into: torch.Tensor, source: torch.Tensor) -> Any:
@@ -201,7 +197,7 @@ class Group:
         pair = into.view(torch.uint8), source.view(torch.uint8)
         return self._begun(dist.all_to_all_single, *pair, on)
 
-    def all_of(self, part: torch.Tensor) -> list[torch.Tensor]:
+    def all_tensors(self, part: torch.Tensor) -> list[torch.Tensor]:
         """A tensor of each rank, all of one shape; waits."""
         flat = part.contiguous().view(-1).view(torch.uint8).cpu()
         into = torch.empty(self.ranks * flat.numel(), dtype=torch.uint8)
@@ -209,22 +205,21 @@ class Group:
         rows = into.to(part.device).chunk(self.ranks)
         return [row.view(part.dtype).view(part.shape) for row in rows]
 
-    def spread(self, tensor: torch.Tensor, source: int) -> None:
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """Give all ranks the values that one of them has."""
         on = self._talk if tensor.is_cpu else self._group
         with self._failing(), torch.no_grad():
             work = dist.broadcast(tensor, group=on, group_src=source, async_op=True)
         self.wait(work, on_host=tensor.is_cpu)
 
-    def tell(self, message: Message) -> list[Message]:
-        """Say something and hear what each rank says.
+    def all_messages(self, mine: Message) -> list[Message]:
+        """What each rank says, where this one says `mine`.
 
         Raises:
             EngineError: another rank is at another model.
         """
-        words = -(-message.members.bit_length() // WORD_BITS)
-        mine = torch.tensor([self._number, words, *message[:3]], dtype=torch.int64)
-        rows = [row.tolist() for row in self.all_of(mine)]
+        head = [self._number, mine.members.bit_length(), *mine[:3]]
+        rows = [one.tolist() for one in self.all_tensors(torch.tensor(head, dtype=torch.int64))]
         if any(row[0] != self._number for row in rows):
             with self._failing():
                 raise EngineError(
@@ -232,19 +227,29 @@ class Group:
                     f"{[row[0] for row in rows]}: let all ranks call the forwards, backwards and "
                     "steps of all models in one order"
                 )
+        sets = [b""] * len(rows)
         if most := max(row[1] for row in rows):
-            some = [message.members >> at * WORD_BITS & WORD_MASK for at in range(most)]
-            sets = self.all_of(torch.tensor(some, dtype=torch.int64))
-        else:
-            sets = [torch.empty(0)] * len(rows)
-        return [Message(row[2], row[3], row[4], _number_of(one)) for row, one in zip(rows, sets)]
+            sets = self._all_bytes(mine.members.to_bytes(-(-most // 8), "little"))
+        members = [int.from_bytes(one, "little") for one in sets]
+        return [Message(row[2], row[3], row[4], one) for row, one in zip(rows, members)]
 
-    def tell_objects(self, said: object) -> list[Any]:
-        """The same of any objects, for what is rare."""
-        mine = torch.frombuffer(bytearray(pickle.dumps(said)), dtype=torch.uint8)
-        sizes = [int(one) for one in self.all_of(torch.tensor([len(mine)]))]
-        rows = self.all_of(torch.nn.functional.pad(mine, (0, max(sizes) - len(mine))))
-        return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes)]
+    def all_objects(self, mine: object) -> list[Any]:
+        """An object of each rank; twice as slow as a message."""
+        pickled = pickle.dumps(mine)
+        most = max(int(one) for one in self.all_tensors(torch.tensor([len(pickled)])))
+        return [pickle.loads(one) for one in self._all_bytes(pickled.ljust(most))]
+
+    def _all_bytes(self, mine: bytes) -> list[bytes]:
+        """As many bytes of each rank."""
+        rows = self.all_tensors(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
+        return [row.numpy().tobytes() for row in rows]
+
+    def share_squares(self, clip: Any) -> None:
+        """Let all ranks have the sums of squares of each: parts of a tensor are added in the order
+        of ranks, and what several of them have counts once."""
+        for parts in self.all_objects(clip.parts()):
+            for leaf, nodes in parts.items():
+                clip.put(leaf, nodes)
 
     def _begun(self, collective: Any, into: torch.Tensor, source: torch.Tensor, on: Any) -> Any:
         if self._over is not None:
@@ -269,25 +274,30 @@ class Group:
         with self._failing():
             work.wait()
 
-    def over(self, error: EngineError) -> None:
-        """Nothing more is asked of the other ranks."""
-        self._over = self._over or error
-
     def fail(self, error: BaseException) -> None:
         """Tell the others, once, that this rank cannot go on."""
-        if not self._told:
-            self._told = True
+        if not self._has_failed:
+            self._has_failed = True
             self._write(f"failed {self.rank}", f"{type(error).__name__}: {error}")
             self._write("failed", "")  # After it: the one key that the others look at.
 
-    def _failing(self) -> _Failing:
-        return _Failing(self)
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """An error of torch.distributed becomes one that names the rank, and ends all exchange."""
+        try:
+            yield
+        except RuntimeError as error:
+            found = error if isinstance(error, EngineError) else self._blame()
+            self._over = self._over or found
+            if found is error:
+                raise
+            raise found from error
 
     def _look(self, waited_s: float) -> None:
         if waited_s < PATIENCE_S:
             return
         self._live()
-        self._raise_told()
+        self._raise_failed()
         if waited_s > self._timeout_s:
             missing = self._missing()
             raise EngineError(
@@ -298,7 +308,7 @@ class Group:
                 "from the last checkpoint"
             )
 
-    def _raise_told(self) -> None:
+    def _raise_failed(self) -> None:
         if self._read("failed") is None:
             return
         for rank in range(self.ranks):
@@ -309,11 +319,11 @@ class Group:
                     "job, and go on from the last checkpoint"
                 )
 
-    def blame(self, error: BaseException) -> EngineError:
-        """What to raise where a collective has failed: who caused it, as far as is known."""
-        time.sleep(LOOK_AGAIN_S)  # Whoever raised may still be writing why.
+    def _blame(self) -> EngineError:
+        """What to raise where a collective has failed: which rank caused it, as far as is known."""
+        time.sleep(LOOK_AGAIN_S)  # The rank that raised may still be writing why.
         try:
-            self._raise_told()
+            self._raise_failed()
         except EngineError as found:
             return found
         missing = self._missing() or "another rank"
@@ -335,7 +345,7 @@ class Group:
         return f"rank {names}" if len(others) == 1 else f"ranks {names}" if others else ""
 
     def _live(self) -> None:
-        """Tell the others, who may look for the one that does not."""
+        """Tell the others, which may look for a rank that does not."""
         self._write(f"lives {self.rank} {self.step}", "")
 
     def _write(self, key: str, what: str) -> None:
@@ -385,31 +395,9 @@ def _gather_by_broadcast(
     return _Works([begin(one, group_src=rank) for rank, one in enumerate(parts)])
 
 
-def _number_of(words: torch.Tensor) -> int:
-    return sum(word << at * WORD_BITS for at, word in enumerate(words.tolist()))
-
-
 @cache
 def own_group(group: Any, backend: str, ranks: tuple[int, ...] = ()) -> Any:
     """The same ranks, or these, as a group of the engine's own: else a collective of the user's on
     one rank could take, or give, the bytes of one of the engine's on another."""
     every = list(ranks) or dist.get_process_group_ranks(group)
     return dist.new_group(every, backend=backend, use_local_synchronization=True)
-
-
-class _Failing:
-    """A context in which an error of torch.distributed becomes one that names the rank."""
-
-    def __init__(self, group: Group):
-        self._of = group
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, _: object) -> None:
-        if isinstance(error, RuntimeError) and not isinstance(error, EngineError):
-            error, cause = self._of.blame(error), error
-            error.__cause__ = cause
-        if isinstance(error, EngineError):
-            self._of.over(error)
-            raise error

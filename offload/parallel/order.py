@@ -7,7 +7,7 @@ round each rank says what it needs next. All do every gather that was asked for;
 one exchange, that of the unit whose backward comes first. So a rank that has a gradient waits until
 the others have come as far, and each gives what it has of it: sums keep their order. A rank that
 needs nothing more of a pass says so, and does what others ask until all have said it. That takes a
-small message a unit.
+small message a unit, and the message that asks for a collective stands for it.
 
 An order in which all ranks have asked for the same things is kept by what the slots held when it
 began. When a pass begins alike on all ranks the next time, nobody asks. A rank whose use differs
@@ -22,9 +22,11 @@ from __future__ import annotations
 
 import zlib
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import NamedTuple, NoReturn
+from functools import reduce
+from operator import or_
+from typing import NoReturn
 
 from offload.parallel.group import Message
 from offload.runtime.entry import EngineError
@@ -64,26 +66,25 @@ TEXTS = {
 }
 
 
-class Request(NamedTuple):
-    """A collective of a unit."""
-
-    kind: int
-    unit: int
+def union(said: Sequence[Message], kind: Kind) -> int:
+    """The members of all messages of a kind."""
+    return reduce(or_, (one.members for one in said if one.kind == kind), 0)
 
 
 class Order:
     """What is agreed, and what is under way, see [Note: Order of collectives]."""
 
     def __init__(
-        self, tell: Callable[[Message], list[Message]], serve: Callable[[Request], None]
+        self, all_messages: Callable[[Message], list[Message]], serve: Callable[[Message], None]
     ) -> None:
-        """`tell` is a round; `serve` does for other ranks what this one did not ask for."""
-        self._tell, self._serve = tell, serve
-        self._known: OrderedDict[object, tuple[Request, ...]] = OrderedDict()
+        """`all_messages` is a round, and gives what each rank says in it; `serve` does for other
+        ranks what this one did not ask for."""
+        self._all_messages, self._serve = all_messages, serve
+        self._known: OrderedDict[object, tuple[Message, ...]] = OrderedDict()
         self._key: object = None
-        self._queue: deque[Request] | None = None
+        self._queue: deque[Message] | None = None
         """What is left of the known order; None where ranks ask."""
-        self._done: list[Request] = []
+        self._done: list[Message] = []
         """What was asked for in the pass under way."""
         self._alike = self._doubts = False
         """Whether all ranks asked for the same, and this one kept to what was known; whether units
@@ -91,7 +92,7 @@ class Order:
         left an order would sum gradients in another."""
 
     @property
-    def next(self) -> Request | None:
+    def next(self) -> Message | None:
         """What all ranks do next, where that is known."""
         return self._queue[0] if self._queue else None
 
@@ -104,13 +105,13 @@ class Order:
         `changed`, a bit each, since the one before."""
         known = None if self._doubts else self._known.get(key)
         mark = zlib.crc32(repr((key, known)).encode())
-        said = self._tell(Message(Kind.OPEN, known is not None, mark, changed))
+        said = self._all_messages(Message(Kind.OPEN, known is not None, mark, changed))
         same = all(one[:3] == said[0][:3] for one in said)
         self._key, self._done = key, []
         self._alike = same
         self._queue = deque(known) if same and known is not None else None
 
-    def request(self, one: Request, begin: Callable[[], None], *, sooner: bool = False) -> None:
+    def request(self, one: Message, begin: Callable[[], None], *, sooner: bool = False) -> None:
         """Do a collective, by `begin`, in its turn: where the order is known, before the exchange
         that it was asked for behind, if it could be done `sooner`."""
         if self._queue is not None:
@@ -119,7 +120,7 @@ class Order:
                 begin()
                 return
             self._leave()
-        while one not in self._round(Message(*one), one, begin)[1]:
+        while one not in self._round(one, begin)[1]:
             pass
         if sooner and [at.kind for at in self._done[-2:]] == [Kind.EXCHANGE, Kind.GATHER]:
             self._done[-2:] = reversed(self._done[-2:])
@@ -139,10 +140,7 @@ class Order:
             if len(self._known) > ORDERS_MAX:
                 self._known.popitem(last=False)
         self._queue = None
-        found = 0
-        for one in said:
-            found |= one.members if one.kind == Kind.END else 0
-        return found
+        return union(said, Kind.END)
 
     def meet(self, kind: Kind, unit: int = 0, payload: int = 0) -> list[Message]:
         """Meet all other ranks, which come for the same.
@@ -164,16 +162,17 @@ class Order:
             self._serve(one)
 
     def _round(
-        self, message: Message, mine: Request | None, begin: Callable[[], None]
-    ) -> tuple[list[Message], list[Request]]:
-        """Say something, and do what is asked for; what was said, and what is done."""
-        said = self._tell(message)
-        asked = sorted({Request(*one[:2]) for one in said if one.kind in _ASKS})
+        self, message: Message, begin: Callable[[], None] | None = None
+    ) -> tuple[list[Message], list[Message]]:
+        """Say something, and do what is asked for: by `begin` what the message does. Gives what was
+        said, and what is done."""
+        said = self._all_messages(message)
+        asked = sorted({one for one in said if one.kind in _ASKS})
         wanted = [one for one in asked if one.kind == Kind.GATHER]
         if not wanted and not any(one.kind == Kind.OPEN or one[:2] == _FORWARD for one in said):
             wanted = asked[-1:]  # Nobody is yet to come to a backward.
         for one in wanted:
-            if one == mine:
+            if begin is not None and one == message:
                 begin()
             else:
                 self._serve(one)
@@ -184,7 +183,7 @@ class Order:
     def _until(self, message: Message) -> list[Message]:
         """Serve the other ranks until they are where this one is."""
         while True:
-            said, _ = self._round(message, None, lambda: None)
+            said, _ = self._round(message)
             kinds = {one.kind for one in said}
             busy = _IN_PASS if message[:2] != _FORWARD else {Kind.GATHER, Kind.OPEN}
             if not kinds.isdisjoint(busy):

@@ -54,11 +54,11 @@ class TwoLevelGroup(Group):
         into: torch.Tensor,
         part: torch.Tensor,
         column: torch.Tensor | None = None,
-        there: bool = False,
+        in_column: bool = False,
     ) -> Any:
         """Begin to gather a part from each rank, see `Group`."""
         mine = into.chunk(self._shards)[self._shard] if column is None else column
-        if not there:
+        if not in_column:
             self.wait(self._gather(mine, part, self._column))
         return self._gather(into, mine, self._row)
 
