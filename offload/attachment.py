@@ -20,6 +20,7 @@ from aio.system import is_memory
 from offload.checkpoint.commits import RunDirectory
 from offload.checkpoint.durable import Commits
 from offload.checkpoint.exporting import SavePretrained
+from offload.checkpoint.rank_commits import run_directory
 from offload.checkpoint.saving import chunks_of, fill
 from offload.checkpoint.shards import Values
 from offload.config import Config, warn_user
@@ -125,7 +126,7 @@ def attach(
     with torch.inference_mode(False), ExitStack() as failed:
         directory = None
         if config.durable is not None:
-            directory = RunDirectory(config.durable, resume=config.resume)
+            directory = run_directory(config.durable, group, resume=config.resume)
             failed.enter_context(closing(directory))
         how = budget, initialize or methodcaller("reset_parameters"), read, directory, group, split
         made = _Attaching(model, optimizer, config, groups, placed, device, *how).attach(pace)

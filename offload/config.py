@@ -101,7 +101,7 @@ class Config:
     """Directory of a run that can be killed at any instant and goes on from its last committed
     step: attach on a directory with a commit takes over all of it. Records lie in nvme_path, if
     that is given, else there, twice: room for weights and states, two times, is taken at attach,
-    beside nvme_space."""
+    beside nvme_space. Over ranks each has a directory of its own in it."""
 
     commit_every: int | None = None
     """Commit every so many steps. Default: every step where all states live on nvme, else as often

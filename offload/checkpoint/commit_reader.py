@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache, partial
 from math import prod
 from typing import Any, NamedTuple
@@ -29,6 +29,9 @@ from offload.planning.profile import ITEM_BYTES
 from offload.runtime.memory import host_tensor
 
 COMMIT, PREVIOUS = "commit.json", "previous.json"
+RANK = "rank-"
+"""What begins the names of the directories of ranks."""
+
 FORMAT = 1
 
 
@@ -53,7 +56,7 @@ def read_commit(directory: str, name: str = COMMIT) -> tuple[dict[str, Any], dic
     _require(path, commit, "the directory was not copied as a whole; copy it again")
     layout = read_layout(path)
     with told(path, "where the values of a commit lie", "it is of another commit, or was changed"):
-        _check_places(commit, layout)
+        _check_places(commit, layout, whole="part" not in commit["run"])
     for file, folder in zip(record_files(directory, layout), layout["folders"]):
         likely = f"its drive is elsewhere; mount it there, or let {folder} be a link to it"
         _require(file, commit, likely if folder else "it was not copied along; copy it again")
@@ -79,8 +82,9 @@ def read_layout(path: str) -> dict[str, Any]:
     return layout
 
 
-def _check_places(commit: Mapping[str, Any], layout: Mapping[str, Any]) -> None:
-    """Refuse a layout that names what is not there: all sums of it stay within the files."""
+def _check_places(commit: Mapping[str, Any], layout: Mapping[str, Any], *, whole: bool) -> None:
+    """Refuse a layout that names what is not there: all sums of it stay within the files. It has
+    the `whole` of each parameter, or a range."""
     unit_bytes, pattern = layout["stripes"]
     if unit_bytes % aio.ALIGN_BYTES or not 0 < len(pattern) <= 64 or not unit_bytes:
         raise ValueError("stripes that are none")
@@ -98,7 +102,7 @@ def _check_places(commit: Mapping[str, Any], layout: Mapping[str, Any]) -> None:
         if fmt and not 0 < fmt.record_bytes(chunk["elements"]) <= chunk["state"][2]:
             raise ValueError("a record that is too short")
         for name, start, at, elements in chunk["pieces"]:
-            if seen.setdefault(name, 0) != start:
+            if seen.setdefault(name, 0 if whole else start) != start:
                 raise ValueError(f"{shown(name)} has a gap")
             seen[name] += elements
             if (at + elements) * ITEM_BYTES[dtype] > chunk["weight"][2]:
@@ -106,13 +110,15 @@ def _check_places(commit: Mapping[str, Any], layout: Mapping[str, Any]) -> None:
             if fmt and at + elements > chunk["elements"]:
                 raise ValueError(f"the state of {shown(name)} lies beyond the end of a chunk")
     for name, (_, shape, _) in layout["parameters"].items():
-        if seen.get(name, 0) != prod(shape):
+        if seen.get(name, 0) != prod(shape) if whole else seen.get(name, 0) > prod(shape):
             raise ValueError(f"{shown(name)} is not there as a whole")
 
 
 class _Place(NamedTuple):
     """Where part of a parameter lies."""
 
+    start: int
+    """Of its elements, the first."""
     chunk: int
     """Of the layout."""
     chunk_start: int
@@ -128,13 +134,13 @@ class CommitReader:
         Raises:
             OSError: one is missing; the buffers cannot be read, or are damaged.
         """
-        self._commit, self._layout = commit, layout
+        self.commit, self._layout = commit, layout
         self._stripes = aio.Stripes(layout["stripes"][0], tuple(layout["stripes"][1]))
         self._fds, self._paths = list[int](), record_files(directory, layout)
         self._places = dict[str, list[_Place]]()
         for number, chunk in enumerate(layout["chunks"]):
-            for name, _, at, elements in chunk["pieces"]:
-                self._places.setdefault(name, []).append(_Place(number, at, elements))
+            for name, start, at, elements in chunk["pieces"]:
+                self._places.setdefault(name, []).append(_Place(start, number, at, elements))
         self.buffers = _read_buffers(directory, commit)
         self._bytes = lru_cache(2)(self._read_bytes)
         self._plain = lru_cache(2)(self._read_plain)
@@ -167,11 +173,20 @@ class CommitReader:
         """
         if (buffer := self.buffers.get(name)) is not None:
             return buffer.reshape(-1)[start : start + count]
-        parts = (
-            (items(prefix, place.elements), partial(self._part, prefix, name, place))
-            for place in self._places[name]
-        )
-        return joined(parts, start, count)
+        return joined(self.parts(prefix, name), start, count)
+
+    def parts(self, prefix: str, name: str) -> Iterator[tuple[int, Callable[[], torch.Tensor]]]:
+        """The parts of a parameter that are here, in order: the size of each, and what reads it."""
+        for place in self._places.get(name, []):
+            yield items(prefix, place.elements), partial(self._part, prefix, name, place)
+
+    def first(self, name: str) -> int:
+        """The first element of a parameter that is here."""
+        return min((place.start for place in self._places.get(name, [])), default=0)
+
+    def count(self, name: str) -> int:
+        """How many elements of a parameter are here."""
+        return sum(place.elements for place in self._places.get(name, []))
 
     def _part(self, prefix: str, name: str, place: _Place) -> torch.Tensor:
         if prefix != WEIGHTS:
@@ -191,7 +206,7 @@ class CommitReader:
 
     def _read_bytes(self, kind: str, chunk: int) -> torch.Tensor:
         number, offset, size = self._layout["chunks"][chunk][kind]
-        home, _, crc = self._commit["homes"][number]
+        home, _, crc = self.commit["homes"][number]
         content = host_tensor(size)
         whole = memoryview(content.numpy())  # type: ignore[arg-type]
         for extent in self._stripes.extents(offset + home * self._layout["second"], size):

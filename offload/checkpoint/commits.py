@@ -62,8 +62,9 @@ ORPHANS_S = 15.0
 class RunDirectory:
     """A directory that one process at a time commits to."""
 
-    def __init__(self, path: str, *, resume: bool = True) -> None:
-        """Make it where it is not there, own it, and read its commit.
+    def __init__(self, path: str, *, resume: bool = True, keeps: bool = False) -> None:
+        """Make it where it is not there, own it, and read its commit. With `keeps` the commit
+        before stays whole until there is another ([Note: Commits of ranks] of `rank_commits`).
 
         Raises:
             OSError: it is another process's, or others may change it; it cannot be made or read;
@@ -72,12 +73,16 @@ class RunDirectory:
         """
         self.path = os.path.abspath(path)
         os.makedirs(self.path, 0o700, exist_ok=True)
-        _refuse_unsafe(self.path)
+        refuse_unsafe(self.path)
         self._lock = _owned(os.path.join(self.path, LOCK))
         self.commit: dict[str, Any] | None = None
         self.committed: dict[str, Any] = {}
         """The layout of the commit."""
-        self._layout_name = ""
+        self._layout_name, self._keeps = "", keeps
+        self._kept_layout: str | None = None
+        """Of the commit before, where that is kept."""
+        self.together: Any = None
+        """`rank_commits.Together`, with several ranks."""
         self._sure = True
         """Whether `commit` is the one on the drive."""
         try:
@@ -110,7 +115,22 @@ class RunDirectory:
         except BaseException:
             os.close(self._lock)
             raise
+        with contextlib.suppress(OSError, ValueError):
+            self._kept_layout = read_commit(self.path, PREVIOUS)[0]["layout"] if keeps else None
         self._forget_others()
+
+    def go_back(self, part: Mapping[str, Any] | None) -> None:
+        """Let the commit be this one, which is the last or the one before; none where it is
+        neither."""
+        while self.commit is not None and self.commit["run"]["part"] != part:
+            self.commit, self.committed, self._kept_layout = None, {}, None
+            if os.path.exists(self._at(PREVIOUS)):
+                os.replace(self._at(PREVIOUS), self._at(COMMIT))
+                self.commit, self.committed = read_commit(self.path)
+                self._layout_name = self.commit["layout"]
+            else:
+                os.unlink(self._at(COMMIT))
+            flush(self.path)
 
     def _at(self, name: str) -> str:
         return os.path.join(self.path, name)
@@ -173,7 +193,7 @@ class RunDirectory:
         new = self._at(COMMIT + ".new")
         write_checked(new, commit)
         before = None if self.commit is None else self.commit["layout"]
-        if before == self._layout_name:
+        if before == self._layout_name or (before and self._keeps):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._at(PREVIOUS))
             with contextlib.suppress(OSError):  # A file system without links does without it.
@@ -184,7 +204,10 @@ class RunDirectory:
         flush(self.path)
         self.commit, self._sure = commit, True
         store.chunks.protect(homes[:, 0])
-        if before != self._layout_name:
+        if self._keeps:
+            self._kept_layout = before
+            self._forget_others()
+        elif before != self._layout_name:
             stays = stays[:1]
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._at(PREVIOUS))
@@ -211,7 +234,7 @@ class RunDirectory:
         committed = None if self.commit is None else self.commit["layout"]
         for name in os.listdir(self.path):
             path = self._at(name)
-            if not _LAYOUT_FILE.fullmatch(name) or name == committed:
+            if not _LAYOUT_FILE.fullmatch(name) or name in (committed, self._kept_layout):
                 continue
             with contextlib.suppress(OSError):  # As long as it is there, it is tried again.
                 with contextlib.suppress(ValueError):
@@ -253,13 +276,14 @@ def layout_of(plan: Plan) -> dict[str, Any]:
         names = [one.name for one in unit.parameters]
         for at, pieces in sorted(plan.profile.by_chunk(index).items()):
             of = [
-                [names[p.parameter], p.parameter_start, p.chunk_start, p.elements] for p in pieces
+                [names[p.parameter], plan.profile.element(p), p.chunk_start, p.elements]
+                for p in pieces
             ]
             one: dict[str, Any] = {"weight": places["weight", unit.name, at], "pieces": of}
             one["state"] = places.get(("state", unit.name, at))
             one["elements"] = unit.chunks[at].elements if at < len(unit.chunks) else 0
             chunks.append(one)
-    all_ = (one for unit in plan.profile.units for one in unit.parameters)
+    all_ = (one for unit in plan.profile.full for one in unit.parameters)
     return {
         "format": FORMAT,
         "rule": plan.states.rule,
@@ -276,7 +300,7 @@ def _number(pattern: re.Pattern[str], name: str) -> int:
     return int(found[1]) if found else 0
 
 
-def _refuse_unsafe(path: str) -> None:
+def refuse_unsafe(path: str) -> None:
     """Refuse a directory in which others could change what a run goes on from."""
     found, parent = os.lstat(path), os.stat(os.path.dirname(path))
     why = None

@@ -290,5 +290,6 @@ _RUN = {
     "scheduler?": _DATA,
     "random?": _RANDOM,
     "random_of_ranks?": [_RANDOM],
+    "part?": {"number": count, "run": text, "ranks": count},
     "optimizer?": {"rule": _word, "groups": [_GROUP], "states": Each(text, _STATE)},
 }

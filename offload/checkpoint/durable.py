@@ -31,6 +31,7 @@ from torch import nn
 from offload.checkpoint.commit_reader import CommitReader
 from offload.checkpoint.commits import RunDirectory, durable_values
 from offload.checkpoint.directory import decoded, encoded, random_state, set_random_state
+from offload.checkpoint.rank_commits import PartsReader, Together
 from offload.checkpoint.saving import (
     buffers_of,
     check_run,
@@ -79,6 +80,9 @@ class Commits:
             directory: whose values the engine's store has.
             every: so many steps; None as often as the drive can without being waited for.
         """
+        self._together: Together | None = directory.together
+        self._agreed = False
+        """Whether all ranks commit the last step."""
         self._model, self._optimizer, self._directory = weakref.ref(model), optimizer, directory
         self._engine: Engine = optimizer.engine
         self._store = self._engine.runner.store
@@ -127,7 +131,7 @@ class Commits:
         if ended is None and self._engine.commits is self:
             self._alone = False  # No thread can be started now.
             with contextlib.suppress(RuntimeError):  # Asleep, closed, or in the middle of a step.
-                self._engine.commit()
+                self._engine.commit_end()
 
     def _root(self) -> nn.Module:
         model = self._model()
@@ -137,32 +141,44 @@ class Commits:
     # -- going on ----------------------------------------------------------------------------------
 
     def resume(self) -> None:
-        """Take over the values of the commit, where there is one.
+        """Take over the values of the commit, where there is one; on all ranks, or on none.
 
         Raises:
             ValueError: it is of another model or optimizer; nothing was changed.
             OSError: it cannot be read, or is damaged.
         """
-        commit, layout = self._directory.commit, self._directory.committed
-        if commit is None:
+        together = self._together
+        self._resume() if together is None else together.all_or_none(self._resume)
+
+    def _resume(self) -> None:
+        engine, optimizer, model = self._engine, self._optimizer, self._root()
+        if (made := self._reader()) is None:
             return
-        engine, optimizer, run = self._engine, self._optimizer, commit["run"]
-        model, path = self._root(), self._directory.path
-        asked = f"asked to go on from step {run['step']} in {path}"
-        with closing(CommitReader(path, commit, layout)) as reader, engine.lock:
+        with closing(made) as reader, engine.lock:
+            run, path = reader.commit["run"], self._directory.path
+            asked = f"asked to go on from step {run['step']} in {path}"
             sets = sets_of(engine, model, run)
             check_sets({WEIGHTS: sets[WEIGHTS]}, {WEIGHTS: reader.tensors}, asked)
             check_run(run, optimizer, None, asked)
             take_over(engine, model, optimizer, run, sets, reader.values)
         self._closed = self._asked = run["step"]
         self._versions = self._seen()
-        self._restored = run, commit["forward"]
+        if self._directory.commit is not None:  # Else of a rank that is new.
+            self._restored = run, reader.commit["forward"]
+            set_random_state(run["random"], engine.runner.device.torch_device)
         engine.resumed = run["step"], decoded(run["user"])
         if run["user"] is None:
             engine.tell(
                 f"this run goes on from step {run['step']}; where in its data the program is, and "
                 "its scheduler, were not kept: set engine.user_state (docs/quickstart.md)"
             )
+
+    def _reader(self) -> CommitReader | PartsReader | None:
+        """What reads the commit to go on from; None where there is none."""
+        of = self._directory
+        if self._together is not None:
+            return self._together.reader()
+        return CommitReader(of.path, of.commit, of.committed) if of.commit else None
 
     # -- from step to step -------------------------------------------------------------------------
 
@@ -186,19 +202,24 @@ class Commits:
         step = self._engine.steps
         if step != self._asked:  # Once: later forwards belong to the next step.
             self._asked = step
-            if self._due(step):
+            if self.due(step) if self._together is None else self._agreed:
                 self.close_step(forward=True)
 
     def _called(self, *_: Any) -> None:
         if not in_backward():
             self.forward_begins()
 
-    def _due(self, step: int) -> bool:
+    def due(self, step: int) -> bool:
+        """Whether a step is to be committed, as far as this rank knows."""
         if self._every is not None:
             return step // self._every != self._closed // self._every
         if self._thread is not None and self._thread.is_alive():
             return self._streams
         return self._streams or time.monotonic() - self._ended > REST * self._seconds
+
+    def agreed(self, commits: bool) -> None:
+        """All ranks take a step, and each of them commits it, or none."""
+        self._agreed = commits
 
     def close_step(self, *, forward: bool = False) -> None:
         """Begin the commit of the last step; `forward` says that the next one begins."""
@@ -218,6 +239,8 @@ class Commits:
             "optimizer": optimizer_of(engine, self._optimizer),
             "random": random_state(engine.runner.device.torch_device),
         }
+        if self._together is not None:
+            run["part"] = self._together.begin()
         buffers = {
             name: value.detach().cpu().clone(memory_format=torch.contiguous_format)
             for name, value in buffers_of(self._root())
@@ -237,13 +260,19 @@ class Commits:
         self._thread.start()
 
     def wait(self) -> None:
-        """Block until the commit that was begun is there.
+        """Block until the commit that was begun is there, on all ranks.
 
         Raises:
             EngineError: it failed.
         """
-        thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
+        if self._thread is threading.current_thread():
+            return
+        self._join()
+        if self._together is not None:
+            self._together.wait()
+
+    def _join(self) -> None:
+        if (thread := self._thread) is not None:
             with self._engine.runner.waited(Lane.DISK), interruptible():
                 while thread.is_alive():
                     thread.join(LOOK_AGAIN_S)
@@ -262,13 +291,17 @@ class Commits:
             self._changed.add((kind, unit))
             self._edited = True
 
-    def commit(self) -> None:
-        """Commit the last step, where anything has changed since one was closed."""
-        self.wait()
+    def commit(self, *, alone: bool = False) -> None:
+        """Commit the last step, where anything has changed since one was closed; on all ranks, but
+        `alone`."""
+        self._join()
         new = self._engine.steps != self._closed
-        if new or self._edited or self._versions != self._seen():
+        new = new or self._edited or self._versions != self._seen()
+        if self._together is not None and not alone:
+            new = self._engine.ranks.failed(new)  # On any of them.
+        if new:
             self.close_step()
-            self.wait()
+        (self._join if alone else self.wait)()
 
     def loaded(self) -> None:
         """All values are those of another step, and so are the random numbers."""
@@ -315,6 +348,8 @@ class Commits:
                 return
             if self._versions == self._seen():
                 self._directory.write(run, buffers, store, forward=forward)
+                if self._together is not None:
+                    self._together.made()
             else:
                 self._changed.update(changed)
                 self._closed, self._alone = -1, False

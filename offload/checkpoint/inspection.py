@@ -17,6 +17,7 @@ import aio
 from offload.checkpoint.commit_reader import (
     COMMIT,
     PREVIOUS,
+    RANK,
     CommitReader,
     read_commit,
     record_files,
@@ -53,6 +54,8 @@ def inspect(directory: str | os.PathLike[str]) -> Inspection:
     for mark, look in KINDS.items():
         if any(name.endswith(mark) for name in os.listdir(where)):
             return look(where)
+    if ranks := [name for name in sorted(os.listdir(where)) if name.startswith(RANK)]:
+        return _inspect_ranks(where, ranks)
     told = f"asked to inspect it; found no file {' and no '.join(KINDS)}: likely another directory"
     raise FileNotFoundError(errno.ENOENT, told, where)
 
@@ -115,6 +118,16 @@ def _inspect_run(where: str) -> Inspection:
             found.rows["before it"] = (
                 f"step {run['step']} in {PREVIOUS} is whole: rename it to {COMMIT} to go on from it"
             )
+    return found
+
+
+def _inspect_ranks(where: str, ranks: list[str]) -> Inspection:
+    """Of a durable run over ranks, whose directories these are."""
+    found = Inspection()
+    for name in ranks:
+        one = _inspect_run(os.path.join(where, name))
+        found.rows |= {f"{name}: {key}": row for key, row in one.rows.items()}
+        found.broken += one.broken
     return found
 
 

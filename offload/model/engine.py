@@ -60,9 +60,13 @@ class NoCommits:
     def _nothing(self, *_: Any) -> None:
         """Nothing comes of it."""
 
-    forward_begins = wait = updated = before_write = loaded = close = _nothing
+    forward_begins = wait = updated = before_write = loaded = close = agreed = _nothing
 
-    def commit(self) -> None:
+    def due(self, step: int) -> bool:
+        """Never."""
+        return False
+
+    def commit(self, *, alone: bool = False) -> None:
         """Refuse to."""
         raise ValueError("asked for a commit; found no Config(durable=...); try offload.save")
 
@@ -485,7 +489,8 @@ class Engine:
         self.snapshots.boundary()
         self.gradients.let_go()
         if self.ranks is not None:
-            self.ranks.collectives.agree(step)
+            commits = self.commits.due(self.steps + 1)
+            self.commits.agreed(self.ranks.collectives.agree(step, commits))
         if not (begun := self.early.begun):
             self.updates.settle()
         due = self.early.stepped(step)
@@ -538,15 +543,21 @@ class Engine:
 
     @entry
     def commit(self) -> None:
-        """Commit the last step now, where the engine is durable, and return when that is done.
+        """Commit the last step now, where the engine is durable, and return when that is done; over
+        ranks on all of them.
 
         Raises:
             ValueError: the engine is not durable.
         """
+        self.commit_end(alone=False)
+
+    @entry
+    def commit_end(self, *, alone: bool = True) -> None:
+        """The same where this rank comes to its end, maybe `alone`."""
         with self.lock:
             self._require_step()
             self.boundary()
-            self.commits.commit()
+            self.commits.commit(alone=alone)
 
     def commit_by(self, commits: Any) -> None:
         """Let these commits be told of steps from now on."""
@@ -558,7 +569,7 @@ class Engine:
         mine = os.getpid() == self._pid
         try:
             if mine and self.commits.durable and self._usable():
-                self.commit()
+                self.commit_end()
         finally:
             if mine:
                 self.commits.close()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from math import prod
 from types import NoneType
 from typing import Any
 
@@ -44,15 +45,16 @@ def join(mesh: Any, device: Device, config: Config) -> Group | None:
         raise ValueError(
             "attach: this rank is not part of the mesh: attach on the ranks of the mesh alone"
         )
-    if config.durable is not None:
+    ranks, world = prod(map(dist.get_world_size, groups)), dist.get_world_size()
+    if config.durable is not None and ranks != world:
         raise ValueError(
-            "Config.durable with several ranks: committed are runs of one process so far: call "
-            "offload.save(model, optimizer, folder) on all ranks"
+            f"Config.durable: asked for commits of {ranks} of the {world} ranks; found that those "
+            "of others would be at other steps: let all ranks share the model, or call "
+            "offload.save(model, optimizer, folder) on them"
         )
     if isinstance(mesh, DeviceMesh) and len(groups) > 1:
         return TwoLevelGroup(mesh, device, config.comm_timeout)
-    alone = dist.get_world_size(groups[0]) == 1
-    return None if alone else Group(groups[0], device, config.comm_timeout)
+    return None if ranks == 1 else Group(groups[0], device, config.comm_timeout)
 
 
 @contextmanager

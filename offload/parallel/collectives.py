@@ -251,8 +251,8 @@ class Collectives:
         self._land()
         return self._order.meet(kind, unit, payload)
 
-    def agree(self, step: Step) -> None:
-        """Meet in `step()`, and see that all ranks take the same one.
+    def agree(self, step: Step, commits: bool) -> bool:
+        """Meet in `step()`, and see that all ranks take the same one; whether each `commits` it.
 
         Raises:
             EngineError: they do not; on all of them.
@@ -260,12 +260,12 @@ class Collectives:
         mine = sorted((unit, *of) for unit, of in step.items())
         rows = sorted({repr(one) for of in step.values() for one in of.values()})
         text = repr((self._backwards, mine, rows))
-        said = self.meet(Kind.STEP, 0, zlib.crc32(text.encode()))
+        said = self.meet(Kind.STEP, 0, zlib.crc32(text.encode()) << 1 | commits)
         self._in_columns.clear()
         backwards, self._backwards = self._backwards, 0
-        if all(one == said[0] for one in said):
+        if all(one.payload >> 1 == said[0].payload >> 1 for one in said):
             self.group.step += 1
-            return
+            return all(one.payload & 1 for one in said)
         told = self.group.all_objects(_fields_of(step, backwards))
         raise EngineError(
             f"the ranks take different steps after step {self.group.step}: {differences(told)}"

@@ -17,7 +17,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache, partial
 from itertools import chain
@@ -273,6 +273,23 @@ class Group:
                     self._look(time.monotonic() - since)
         with self._failing():
             work.wait()
+
+    def count(self, what: str) -> None:
+        """This rank has done it once more; from any thread."""
+        with suppress(RuntimeError):  # The process group is gone, and nobody waits.
+            group_store(self._group).add(f"offload {self._number} {what}", 1)
+
+    def wait_for_count(self, what: str, times: int) -> None:
+        """Block until the ranks together have done it so often.
+
+        Raises:
+            EngineError: another rank failed, is gone, or takes longer than the timeout.
+        """
+        since, key = time.monotonic(), f"offload {self._number} {what}"
+        with interruptible(), self._failing():
+            while group_store(self._group).add(key, 0) < times:
+                self._look(time.monotonic() - since)
+                time.sleep(LOOK_AGAIN_S / 50)
 
     def fail(self, error: BaseException) -> None:
         """Tell the others, once, that this rank cannot go on."""

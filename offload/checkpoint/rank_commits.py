@@ -1,0 +1,227 @@
+"""Commits of a run over ranks: one directory each, and one commit that all of them go on from.
+
+[Note: Commits of ranks]
+Rank R commits to `rank-R`. Commits are numbered, and no rank writes over anything that commit
+n - 1 names before all have made commit n: a counter in the store of the process group tells. So
+wherever a run ends, the last commit that all have made is on each of them the last one or the one
+before, whose files stay as long.
+
+A commit of ranks has a part of each parameter. Who goes on reads from all directories, so the
+number of ranks, the units and the budgets may be others than before.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
+from functools import partial
+from itertools import chain
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+
+from offload.checkpoint.commit_reader import COMMIT, PREVIOUS, RANK, CommitReader, read_commit
+from offload.checkpoint.commits import RunDirectory, refuse_unsafe
+from offload.checkpoint.shards import Tensor, joined
+
+
+class Made(NamedTuple):
+    """A commit that a rank has made of its part."""
+
+    number: int
+    run: str
+    """What tells this run from others."""
+    ranks: int
+
+
+def made_in(directory: str) -> list[Made]:
+    """The commits in the directory of a rank whose files are there."""
+    found = []
+    for name in (COMMIT, PREVIOUS):
+        with suppress(OSError, ValueError):  # Of its last one who owns it has told.
+            found.append(Made(**read_commit(directory, name)[0]["run"]["part"]))
+    return found
+
+
+def last_of_all(made: Mapping[int, list[Made]], where: str) -> Made | None:
+    """The last commit that all ranks of its have made; None where a run has none yet.
+
+    Raises:
+        FileNotFoundError: some have it, and others neither that nor the one before.
+    """
+    every = sorted({one for some in made.values() for one in some}, reverse=True)
+    for one in every:
+        if all(one in made.get(rank, []) for rank in range(one.ranks)):
+            return one
+    if not every or every[0].number == 1:
+        return None  # It ended in its first commit.
+    last = every[0]
+    lacks = [rank for rank in range(last.ranks) if last not in made.get(rank, [])]
+    told = (
+        f"asked to go on from commit {last.number} of {last.ranks} ranks; found neither that nor "
+        f"the one before of rank {', '.join(map(str, lacks))}: likely its directory "
+        f"{RANK}{lacks[0]} is on another machine, or of another run; bring it here, or begin "
+        "anew under another name"
+    )
+    raise FileNotFoundError(errno.ENOENT, told, where)
+
+
+def run_directory(path: str, group: Any, *, resume: bool) -> RunDirectory:
+    """The directory that this process commits to: with several ranks its own in `path`, at the last
+    commit that all of them have made.
+
+    Raises:
+        OSError, ValueError: see `RunDirectory`, `last_of_all`; on all ranks.
+    """
+    if group is None:
+        return RunDirectory(path, resume=resume)
+    together = Together(os.path.abspath(path), group, resume=resume)
+    together.directory.together = together
+    return together.directory
+
+
+class Together:
+    """What the commits of all ranks have in common."""
+
+    def __init__(self, path: str, group: Any, *, resume: bool):
+        """See `run_directory`."""
+        self._path, self._group = path, group
+        self.all_or_none = partial(group.all_or_none, undo=id)
+        self.directory: RunDirectory = group.all_or_none(
+            partial(self._open, resume), RunDirectory.close
+        )
+        try:
+            self.found = last_of_all(self._made(), path)
+            chosen = self.found and self.found._asdict()
+            self.all_or_none(partial(self.directory.go_back, chosen))
+            self.all_or_none(self._forget_others)
+        except BaseException:
+            self.directory.close()
+            raise
+        number, name = (self.found.number, self.found.run) if self.found else (0, "")
+        self._run = name or group.all_objects(secrets.token_hex(8))[0]
+        self._first = self._all = self._number = number
+
+    def _at(self, rank: int) -> str:
+        return os.path.join(self._path, f"{RANK}{rank}")
+
+    def _open(self, resume: bool) -> RunDirectory:
+        os.makedirs(self._path, 0o700, exist_ok=True)
+        refuse_unsafe(self._path)
+        if os.path.exists(os.path.join(self._path, COMMIT)):
+            raise FileExistsError(
+                errno.EEXIST,
+                "asked for a durable run over ranks; found one of one process; give another name, "
+                "and take it over by offload.save there and offload.load here",
+                self._path,
+            )
+        return RunDirectory(self._at(self._group.rank), resume=resume, keeps=True)
+
+    def _made(self) -> dict[int, list[Made]]:
+        """The commits of each rank that there is, or was."""
+        every: list[list[Made]] = self._group.all_objects(made_in(self.directory.path))
+        most = max((one.ranks for some in every for one in some), default=0)
+        gone = {rank: made_in(self._at(rank)) for rank in range(len(every), most)}
+        seen: dict[int, list[Made]] = self._group.all_objects(gone)[0]  # By the first.
+        return dict(enumerate(every)) | seen
+
+    def _forget_others(self) -> None:
+        """Delete what ranks left of which the commit knows nothing."""
+        last = max(self._group.ranks, self.found.ranks if self.found else 0)
+        for name in os.listdir(self._path) if self._group.rank == 0 else ():
+            number = name.removeprefix(RANK)
+            if name.startswith(RANK) and number.isdigit() and int(number) >= last:
+                shutil.rmtree(os.path.join(self._path, name))
+
+    # -- numbers ---------------------------------------------------------------------------------
+
+    def begin(self) -> dict[str, Any]:
+        """A commit begins on this rank; what is kept in it."""
+        self._number += 1
+        return Made(self._number, self._run, self._group.ranks)._asdict()
+
+    def made(self) -> None:
+        """This rank has made the last commit that was begun."""
+        self._group.count("commits")
+
+    def wait(self) -> None:
+        """Until all ranks have made it.
+
+        Raises:
+            EngineError: another rank has failed, or is gone.
+        """
+        if self._all < self._number:
+            made = (self._number - self._first) * self._group.ranks
+            self._group.wait_for_count("commits", made)
+            self._all = self._number
+
+    # -- values ----------------------------------------------------------------------------------
+
+    def reader(self) -> PartsReader | None:
+        """Of the commit that was found; None where there is none.
+
+        Raises:
+            OSError, ValueError: see `CommitReader`.
+        """
+        if self.found is None:
+            return None
+        folders = [self._at(rank) for rank in range(self.found.ranks)]
+        return PartsReader(self._path, folders, self.found, self.directory.path)
+
+
+class PartsReader:
+    """Reads the values of a commit of ranks, see `CommitReader`."""
+
+    def __init__(self, path: str, folders: Sequence[str], made: Made, own: str):
+        """Open the files of all ranks whose directories are here; `own` is that of this one."""
+        self._path, self._opened, self._parts = path, ExitStack(), list[CommitReader]()
+        here = [one for one in folders if os.path.exists(one)]
+        with ExitStack() as failed:
+            failed.enter_context(closing(self))
+            for folder in here:
+                names = [COMMIT, PREVIOUS]
+                names = [one for one in names if os.path.exists(os.path.join(folder, one))]
+                for commit, layout in (read_commit(folder, one) for one in names):
+                    if commit["run"]["part"] == made._asdict():
+                        reader = CommitReader(folder, commit, layout)
+                        self._parts.append(self._opened.enter_context(closing(reader)))
+            failed.pop_all()
+        mine = [one for one, of in zip(self._parts, here) if of == own]
+        self.commit: Mapping[str, Any] = (mine or self._parts)[0].commit
+        """This rank's, or where there is none that of the first."""
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The parameters and buffers that there are, by name, in full.
+
+        Raises:
+            FileNotFoundError: part of a parameter is in no directory that is here.
+        """
+        found = {name: one for part in self._parts for name, one in part.tensors.items()}
+        for name, one in found.items():
+            here = sum(part.count(name) for part in self._parts)
+            if here != prod(one.shape) and all(name not in part.buffers for part in self._parts):
+                told = (
+                    f"asked for {name}; found {here} of its {prod(one.shape)} elements: likely "
+                    "directories of other ranks are on other machines; let Config.durable be one "
+                    "that all of them share"
+                )
+                raise FileNotFoundError(errno.ENOENT, told, self._path)
+        return found
+
+    def values(self, prefix: str, name: str, start: int, count: int) -> torch.Tensor:
+        """See `CommitReader`; buffers are those of the first rank."""
+        for part in self._parts:
+            if name in part.buffers:
+                return part.values(prefix, name, start, count)
+        some = sorted(self._parts, key=lambda part: part.first(name))
+        return joined(chain.from_iterable(one.parts(prefix, name) for one in some), start, count)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._opened.close()
