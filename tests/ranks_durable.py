@@ -7,7 +7,7 @@ import random
 import signal
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,13 +31,24 @@ class Life:
     slow: int | None = None
     """The rank whose commits take long."""
     ends: str = "close"
+    new: int = 99
+    """The first rank that was not there before."""
+    apart: bool = False
+    """Whether no rank sees the directories of others, as on machines of their own."""
 
 
 def live(rank: int, ranks: int, how: How, life: Life) -> tuple[int, int, list[float]]:
     """Go on from the last commit; the step of that, a digest of what is left, and the losses."""
     mesh = _mesh(how.mesh) if how.mesh else None
     config = offload.Config(**{**MEMORY, "comm_timeout": 20.0, **how.config})
-    model, optimizer = offload.attach(*how.build(), config, mesh=mesh)
+    if life.apart:
+        config = replace(config, durable=f"{config.durable}-of-{rank}")
+    model, optimizer = how.build()
+    model.register_buffer("mine", torch.zeros(3))
+    model, optimizer = offload.attach(model, optimizer, config, mesh=mesh)
+    if offload.engine_of(model).resumed:
+        assert model.mine.tolist() == [rank * (rank < life.new)] * 3
+    model.mine.fill_(rank)
     engine = offload.engine_of(model)
     begun, user = engine.resumed or (0, {"step": 0})
     assert user["step"] == begun == engine.steps

@@ -91,11 +91,11 @@ def test_other_ranks_go_on(
     how, folder = of("tied", place, tmp_path / "run", reduce="sum"), tmp_path / "run"
     left = worlds[ranks].run(JOB + "live", how, Life(3))
     for again in (others, ranks, ranks, ranks):
-        found = worlds[again].run(JOB + "live", how, Life(3))
+        found = worlds[again].run(JOB + "live", how, Life(3, new=ranks))
         assert [one[0] for one in found] == [3] * again
         if again == ranks:
             assert [one[1] for one in found] == [one[1] for one in left]
-    there = worlds[others].run(JOB + "live", how, Life(4))
+    there = worlds[others].run(JOB + "live", how, Life(4, new=ranks))
     assert {one[0] for one in there} == {3}
     for step in (5, 6, 7):
         worlds[others].run(JOB + "live", how, Life(step))
@@ -145,6 +145,20 @@ def test_a_killed_run_ends_as_one_that_was_never_killed(seed: int, tmp_path: Pat
         assert [one[1] for one in last] == [one[1] for one in wanted]
     finally:
         world.close()
+
+
+@pytest.mark.slow
+def test_machines_that_share_no_directory(worlds: dict[int, World], tmp_path: Path) -> None:
+    how = of("tied", "cpu", tmp_path / "run")
+    wanted = whole(worlds[2], how, tmp_path / "whole")
+    worlds[2].run(JOB + "live", how, Life(3, apart=True))
+    found = worlds[2].run(JOB + "live", how, Life(STEPS, apart=True))
+    assert [one[:2] for one in found] == [(3, one[1]) for one in wanted]
+    world = World(3, tmp_path)
+    world.begin(JOB + "live", how, Life(STEPS, apart=True))
+    messages = [one.message for one in world.results()]
+    world.close()
+    assert all("directories of other ranks are on other machines" in one for one in messages)
 
 
 @pytest.mark.slow

@@ -173,20 +173,16 @@ class CommitReader:
         """
         if (buffer := self.buffers.get(name)) is not None:
             return buffer.reshape(-1)[start : start + count]
-        return joined(self.parts(prefix, name), start, count)
+        return joined((part[1:] for part in self.parts(prefix, name)), start, count)
 
-    def parts(self, prefix: str, name: str) -> Iterator[tuple[int, Callable[[], torch.Tensor]]]:
-        """The parts of a parameter that are here, in order: the size of each, and what reads it."""
+    def parts(
+        self, prefix: str, name: str
+    ) -> Iterator[tuple[int, int, Callable[[], torch.Tensor]]]:
+        """The parts of a parameter that are here, in order: where each begins in the parameter, its
+        size, and what reads it."""
         for place in self._places.get(name, []):
-            yield items(prefix, place.elements), partial(self._part, prefix, name, place)
-
-    def first(self, name: str) -> int:
-        """The first element of a parameter that is here."""
-        return min((place.start for place in self._places.get(name, [])), default=0)
-
-    def count(self, name: str) -> int:
-        """How many elements of a parameter are here."""
-        return sum(place.elements for place in self._places.get(name, []))
+            sizes = items(prefix, place.start), items(prefix, place.elements)
+            yield *sizes, partial(self._part, prefix, name, place)
 
     def _part(self, prefix: str, name: str, place: _Place) -> torch.Tensor:
         if prefix != WEIGHTS:

@@ -232,16 +232,7 @@ class RunDirectory:
         if not self._sure:
             return
         committed = None if self.commit is None else self.commit["layout"]
-        for name in os.listdir(self.path):
-            path = self._at(name)
-            if not _LAYOUT_FILE.fullmatch(name) or name in (committed, self._kept_layout):
-                continue
-            with contextlib.suppress(OSError):  # As long as it is there, it is tried again.
-                with contextlib.suppress(ValueError):
-                    for file in record_files(self.path, read_layout(path)):
-                        with contextlib.suppress(FileNotFoundError):
-                            os.unlink(file)
-                os.unlink(path)
+        forget_layouts(self.path, but=(committed, self._kept_layout))
 
     def close(self) -> None:
         """Let others own it; what was begun and not committed is deleted."""
@@ -251,6 +242,20 @@ class RunDirectory:
                 self._forget_others()
             finally:
                 os.close(lock)
+
+
+def forget_layouts(directory: str, but: Sequence[str | None]) -> None:
+    """Delete the layouts of a directory, but some, and their record files."""
+    for name in os.listdir(directory):
+        path = os.path.join(directory, name)
+        if not _LAYOUT_FILE.fullmatch(name) or name in but:
+            continue
+        with contextlib.suppress(OSError):  # As long as it is there, it is tried again.
+            with contextlib.suppress(ValueError):
+                for file in record_files(directory, read_layout(path)):
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(file)
+            os.unlink(path)
 
 
 def durable_values(plan: Plan) -> FileLayout:

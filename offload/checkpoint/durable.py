@@ -301,7 +301,10 @@ class Commits:
             new = self._engine.ranks.failed(new)  # On any of them.
         if new:
             self.close_step()
-        (self._join if alone else self.wait)()
+        self._join()
+        if self._together is not None and not alone:
+            self._engine.ranks.failed(False)
+            self._together.made_by_all()
 
     def loaded(self) -> None:
         """All values are those of another step, and so are the random numbers."""

@@ -19,15 +19,19 @@ import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from functools import partial
-from itertools import chain
-from math import prod
+from itertools import chain, product
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 
 from offload.checkpoint.commit_reader import COMMIT, PREVIOUS, RANK, CommitReader, read_commit
-from offload.checkpoint.commits import RunDirectory, refuse_unsafe
-from offload.checkpoint.shards import Tensor, joined
+from offload.checkpoint.commits import RunDirectory, forget_layouts, refuse_unsafe
+from offload.checkpoint.shards import Tensor
+
+ELSEWHERE = (
+    "the directories of other ranks are on other machines; let Config.durable be one that all share"
+)
 
 
 class Made(NamedTuple):
@@ -136,6 +140,7 @@ class Together:
         for name in os.listdir(self._path) if self._group.rank == 0 else ():
             number = name.removeprefix(RANK)
             if name.startswith(RANK) and number.isdigit() and int(number) >= last:
+                forget_layouts(os.path.join(self._path, name), but=())
                 shutil.rmtree(os.path.join(self._path, name))
 
     # -- numbers ---------------------------------------------------------------------------------
@@ -149,6 +154,10 @@ class Together:
         """This rank has made the last commit that was begun."""
         self._group.count("commits")
 
+    def made_by_all(self) -> None:
+        """All ranks have told that they have made it."""
+        self._all = self._number
+
     def wait(self) -> None:
         """Until all ranks have made it.
 
@@ -158,7 +167,7 @@ class Together:
         if self._all < self._number:
             made = (self._number - self._first) * self._group.ranks
             self._group.wait_for_count("commits", made)
-            self._all = self._number
+            self.made_by_all()
 
     # -- values ----------------------------------------------------------------------------------
 
@@ -179,48 +188,48 @@ class PartsReader:
 
     def __init__(self, path: str, folders: Sequence[str], made: Made, own: str):
         """Open the files of all ranks whose directories are here; `own` is that of this one."""
-        self._path, self._opened, self._parts = path, ExitStack(), list[CommitReader]()
-        here = [one for one in folders if os.path.exists(one)]
+        self._path, self._opened, readers = path, ExitStack(), dict[str, CommitReader]()
         with ExitStack() as failed:
             failed.enter_context(closing(self))
-            for folder in here:
-                names = [COMMIT, PREVIOUS]
-                names = [one for one in names if os.path.exists(os.path.join(folder, one))]
-                for commit, layout in (read_commit(folder, one) for one in names):
-                    if commit["run"]["part"] == made._asdict():
-                        reader = CommitReader(folder, commit, layout)
-                        self._parts.append(self._opened.enter_context(closing(reader)))
+            for folder, name in product(folders, (COMMIT, PREVIOUS)):
+                if folder in readers or not os.path.exists(os.path.join(folder, name)):
+                    continue
+                commit, layout = read_commit(folder, name)
+                if commit["run"]["part"] == made._asdict():
+                    reader = CommitReader(folder, commit, layout)
+                    readers[folder] = self._opened.enter_context(closing(reader))
             failed.pop_all()
-        mine = [one for one, of in zip(self._parts, here) if of == own]
-        self.commit: Mapping[str, Any] = (mine or self._parts)[0].commit
+        if not readers:
+            told = f"asked to go on from commit {made.number}; found none of it: likely {ELSEWHERE}"
+            raise FileNotFoundError(errno.ENOENT, told, path)
+        self._readers = [*readers.values()]
+        self._own = readers.get(own, self._readers[0])
+        self.commit: Mapping[str, Any] = self._own.commit
         """This rank's, or where there is none that of the first."""
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """The parameters and buffers that there are, by name, in full.
-
-        Raises:
-            FileNotFoundError: part of a parameter is in no directory that is here.
-        """
-        found = {name: one for part in self._parts for name, one in part.tensors.items()}
-        for name, one in found.items():
-            here = sum(part.count(name) for part in self._parts)
-            if here != prod(one.shape) and all(name not in part.buffers for part in self._parts):
-                told = (
-                    f"asked for {name}; found {here} of its {prod(one.shape)} elements: likely "
-                    "directories of other ranks are on other machines; let Config.durable be one "
-                    "that all of them share"
-                )
-                raise FileNotFoundError(errno.ENOENT, told, self._path)
-        return found
+        self.tensors: dict[str, Tensor] = self._own.tensors
+        """The parameters and buffers that there are, by name, in full."""
 
     def values(self, prefix: str, name: str, start: int, count: int) -> torch.Tensor:
-        """See `CommitReader`; buffers are those of the first rank."""
-        for part in self._parts:
-            if name in part.buffers:
-                return part.values(prefix, name, start, count)
-        some = sorted(self._parts, key=lambda part: part.first(name))
-        return joined(chain.from_iterable(one.parts(prefix, name) for one in some), start, count)
+        """See `CommitReader`; buffers are those of this rank.
+
+        Raises:
+            FileNotFoundError: some are in no directory that is here.
+        """
+        if name in self._own.buffers:
+            return self._own.values(prefix, name, start, count)
+        every = chain.from_iterable(one.parts(prefix, name) for one in self._readers)
+        found = list[torch.Tensor]()
+        for at, size, read in sorted(every, key=itemgetter(0)):
+            first, last = max(start, at), min(start + count, at + size)
+            if first < last:
+                found.append(read()[first - at : last - at])
+        if (here := sum(map(len, found))) < count:
+            told = (
+                f"asked for {count} elements of {name}; found {here}: likely units or the number "
+                f"of ranks are others, and {ELSEWHERE}, or go on as it was"
+            )
+            raise FileNotFoundError(errno.ENOENT, told, self._path)
+        return found[0] if len(found) == 1 else torch.cat(found)
 
     def close(self) -> None:
         """Close the files."""
