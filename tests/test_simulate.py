@@ -299,7 +299,17 @@ def test_a_step_takes_as_long_as_its_busiest_lane(placement: Placement) -> None:
 AWAY = [one for one in all_placements() if one.state != "device"]
 
 
-@pytest.mark.parametrize("placement", AWAY, ids=lambda one: "-".join(map(one.of, KINDS)))
+@pytest.mark.parametrize(
+    "placement",
+    [
+        pytest.param(
+            one,
+            marks=pytest.mark.slow if number % 3 != number // 6 else (),
+            id="-".join(map(one.of, KINDS)),
+        )
+        for number, one in enumerate(AWAY)
+    ],
+)
 def test_under_longer_compute_only_the_edge_is_exposed(placement: Placement) -> None:
     """What lanes do for the unit that is used first, between its backward and its next forward."""
     plan = lay_out(
