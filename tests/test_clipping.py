@@ -134,7 +134,15 @@ CLIPS["error"] = partial(clip_norm, error_if_nonfinite=True)
 CLIPS |= {f"value-{foreach}": partial(clip_value, foreach=foreach) for foreach in (None, False)}
 CLIPS |= {one.__name__: one for one in (by_hand, in_other_words, unscaled, averaged, penalized)}
 CLIPS |= {"extended": extended, "noted": noted}
-SLOW = ("norm-2.0-False", "norm-inf-None", "norm-inf-True", "error", "value-None")
+SLOW = (
+    "norm-2.0-False",
+    "norm-inf-None",
+    "norm-inf-True",
+    "error",
+    "value-None",
+    "extended",
+    "by_hand",
+)
 
 
 @pytest.fixture

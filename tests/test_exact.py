@@ -370,6 +370,8 @@ SLOW = {
     *("plain fp32", "checkpointing, frozen", "L2 term bf16", "gradients kept apart", "compact"),
     *("checkpoints over several", "compact, edits", "SGD, fp32, edits", "groups, L2 decay"),
     *("edited between reentrant", "backward in another thread", "unannounced forward"),
+    *("tied, accumulation", "checkpointing", "checkpointing, reentrant", "groups, fp32"),
+    *("updates inside backward", "frozen"),
 }
 """Loops that are much like others, and not in the fast tier."""
 
