@@ -96,7 +96,7 @@ def test_every_pair_of_codes(gradient: float, launching: Launching) -> None:
     assert_updates_as_the_reference(launching(), state, hyper_of("compact"), step=7)
 
 
-@pytest.mark.parametrize("name", some_fast(sorted(FORMATS)))
+@pytest.mark.parametrize("name", some_fast(FORMATS))
 def test_a_launch_does_many_parts_each_by_its_step(name: str, launching: Launching) -> None:
     group, count = FORMATS[name].group_elements, 2 * ROWS + 1
     lengths = [group * (1 + k % 5) for k in range(count - 1)] + [3 * group + 1]

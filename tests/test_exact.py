@@ -404,9 +404,14 @@ def test_every_loop_in_all_placements(
 
 
 def in_the_smallest_budgets() -> list[Any]:
-    """Every twelfth loop, each in another of the nine."""
+    """Every twelfth loop, each in another of the nine; two of them in the fast tier."""
     few = zip(list(CASES)[::12], itertools.cycle(SAMPLED))
-    return [pytest.param(case, p, id=f"{case}-{'-'.join(p)}") for case, p in few]
+    return [
+        pytest.param(
+            *one, marks=() if number < 2 else pytest.mark.slow, id=f"{one[0]}-{'-'.join(one[1])}"
+        )
+        for number, one in enumerate(few)
+    ]
 
 
 @pytest.mark.parametrize(("case", "placement"), in_the_smallest_budgets())

@@ -397,7 +397,9 @@ def cost(units: list[str], found: Any) -> int:
     return away + UNIT_COST_BYTES * len(units)
 
 
-@pytest.mark.parametrize("forced", [{}, {"params": "cpu", "gradients": "cpu", "optimizer": "nvme"}])
+@pytest.mark.parametrize(
+    "forced", some_fast([{}, {"params": "cpu", "gradients": "cpu", "optimizer": "nvme"}])
+)
 def test_units_are_fused_as_far_as_the_budgets_allow(
     forced: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -93,12 +93,11 @@ def test_native_lanes_have_the_bits_of_the_reference(
     ("before", "after"),
     some_rows_fast(
         [
+            (MIXED, ("cpu", "cpu", "cpu")),
             (OFFLOADED, ("cpu", "cpu", "cpu")),
             (MIXED, RESIDENT),
             (OFFLOADED, RESIDENT),
-            (MIXED, ("cpu", "cpu", "cpu")),
         ],
-        fast=2,
     ),
 )
 def test_a_durable_run_goes_on(before: Any, after: Any, tmp_path: Path) -> None:
