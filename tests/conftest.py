@@ -23,6 +23,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that share ranks come first: who steals tests takes the last ones of another process,
+    and these would be started a second time there."""
+    items.sort(key=lambda item: "two" not in getattr(item, "fixturenames", ()))
+
+
 def pytest_collection_finish() -> None:
     """What is imported and collected stays: no collection of garbage ever goes through it.
 
@@ -34,6 +40,14 @@ def pytest_collection_finish() -> None:
     torch.set_num_threads(1)
     gc.freeze()
     gc.enable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Nor does one go through what the tests of a file have imported: each attach collects."""
+    if nextitem is not None and nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(params=["native", "python"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import gc
 import itertools
 import json
 import os
@@ -253,8 +254,14 @@ def sweep(run: Any, first: int, every: int, path: Path) -> Iterator[str]:
         yield f"{number}: {told}"
 
 
-if __name__ == "__main__":
+def main() -> None:
+    gc.freeze()
+    gc.enable()
     torch.set_num_threads(1)
     name, begin, every, path = sys.argv[1:]
     for told in sweep(RUNS[name], int(begin), int(every), Path(path)):
         print(told, flush=True)
+
+
+if __name__ == "__main__":
+    main()

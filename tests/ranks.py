@@ -25,6 +25,7 @@ import offload
 from cpu_adam import crc32c
 from offload.parallel import local
 from offload.parallel.flat_shard import FlatShard
+from tests.ranks_begin import begin
 
 SPAWN = multiprocessing.get_context("spawn")
 PATIENCE_S = 60
@@ -51,7 +52,7 @@ class World:
         for rank in range(self.ranks):
             mine, other = SPAWN.Pipe()
             args = rank, self.ranks, store, other, self._jobs, self._other
-            one = SPAWN.Process(target=_serve, args=args, daemon=True)
+            one = SPAWN.Process(target=begin, args=args, daemon=True)
             one.start()
             other.close()
             self._pipes.append(mine)
@@ -110,7 +111,7 @@ class Failed:
     seconds: float = 0.0
 
 
-def _serve(
+def serve(
     rank: int,
     ranks: int,
     store: str,
@@ -125,6 +126,7 @@ def _serve(
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     module = importlib.import_module(jobs)
     gc.freeze()  # Each attach collects: it need not look at all of torch again.
+    gc.enable()
     if other is not None:
         _replace(*other)
     while True:

@@ -12,6 +12,7 @@ import pytest
 
 from offload.cli import EXIT_BAD_INPUT
 from tests.command import run
+from tests.training import some_fast
 
 GOLDEN = Path(__file__).parent / "data/plan"
 """What is shown. To make them anew: `python -m tests.test_cli_plan`."""
@@ -49,7 +50,7 @@ def test_the_surface_grows_on_purpose_only(capsys: Any, monkeypatch: Any) -> Non
     assert list(dict.fromkeys(flags)) == FLAGS
 
 
-@pytest.mark.parametrize("name", SHOWN)
+@pytest.mark.parametrize("name", some_fast(SHOWN, fast=2))
 def test_what_is_shown(name: str, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     assert run("plan", *SHOWN[name]) == 0

@@ -134,6 +134,15 @@ CLIPS["error"] = partial(clip_norm, error_if_nonfinite=True)
 CLIPS |= {f"value-{foreach}": partial(clip_value, foreach=foreach) for foreach in (None, False)}
 CLIPS |= {one.__name__: one for one in (by_hand, in_other_words, unscaled, averaged, penalized)}
 CLIPS |= {"extended": extended, "noted": noted}
+SLOW = (
+    "norm-2.0-False",
+    "norm-inf-None",
+    "norm-inf-True",
+    "error",
+    "value-None",
+    "extended",
+    "by_hand",
+)
 
 
 @pytest.fixture
@@ -151,7 +160,9 @@ def feature(clip: Clip, run: Run, number: int) -> None:
 
 
 @pytest.mark.usefixtures("process_group")
-@pytest.mark.parametrize("clip", CLIPS)
+@pytest.mark.parametrize(
+    "clip", [pytest.param(one, marks=pytest.mark.slow if one in SLOW else ()) for one in CLIPS]
+)
 def test_they_are_clipped_with_the_bits_of_torch(
     clip: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,8 +206,17 @@ MOVED: dict[str, tuple[Clip, int, int]] = {
 }
 
 
-@pytest.mark.parametrize("build", [Net, partial(Net, width=384, layers=2)], ids=["small", "large"])
-@pytest.mark.parametrize("clip", MOVED)
+LARGE = partial(Net, width=384, layers=2)
+
+
+@pytest.mark.parametrize(
+    ("clip", "build"),
+    [
+        pytest.param(clip, build, marks=() if number % 2 == at else pytest.mark.slow)
+        for number, clip in enumerate(MOVED)
+        for at, build in enumerate([Net, LARGE])
+    ],
+)
 def test_a_norm_reads_once_and_a_scaling_reads_and_writes_once(
     clip: str, build: Callable[[], Net], tmp_path: Path
 ) -> None:

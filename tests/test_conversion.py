@@ -20,7 +20,7 @@ from offload.checkpoint import conversion
 from offload.checkpoint.conversion import convert
 from offload.cli import main
 from tests import save_reader
-from tests.training import Net, attached, config_of, plain
+from tests.training import Net, attached, config_of, in_turn, plain
 
 DATA = Path(__file__).parent / "data/deepspeed"
 MADE = [f"zero{stage}-{ranks}-{dtype}" for stage, ranks, dtype in CHECKPOINTS]
@@ -43,8 +43,7 @@ def backward(model: torch.nn.Module) -> None:
     F.cross_entropy(model(tokens).float().view(-1, 11), tokens.roll(1, 1).view(-1)).backward()
 
 
-@pytest.mark.parametrize("dtype", [None, "float32", "bfloat16"])
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize(("name", "dtype"), in_turn(MADE, [None, "float32", "bfloat16"]))
 def test_the_next_step_is_that_of_the_fp32_masters(
     name: str, dtype: str | None, tmp_path: Path
 ) -> None:

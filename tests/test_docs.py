@@ -18,7 +18,6 @@ from cpu_adam.choice import KERNEL_NAMES, KERNEL_VARIABLE
 from offload.cli import COMMANDS, options
 from offload.cli.flags import fields_of, flag
 from offload.config import FIELDS
-from tests.ranks import World, digest, values_of
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = sorted((ROOT / "docs").glob("*.md"))
@@ -84,36 +83,6 @@ def test_the_quickstart_runs(capsys, tmp_path, monkeypatch):
     exec(code, names)
     assert names["engine"].resumed[0] == 5, "its last lines go on from a commit"
     names["engine"].close()
-
-
-def loop_over_ranks(rank, ranks, text, folder, epochs):
-    """What is left of the loop of the page, in a process whose group of ranks is there already."""
-    names = {}
-    with pytest.MonkeyPatch.context() as patched:
-        patched.chdir(folder)
-        patched.setenv("LOCAL_RANK", "0")  # They share an accelerator, if there is one.
-        patched.setattr(sys, "argv", ["train.py", str(epochs)])
-        for name in ("init_process_group", "destroy_process_group"):
-            patched.setattr(torch.distributed, name, lambda: None)
-        exec(compile(text, "train.py", "exec"), names)
-    with names["optimizer"].engine:
-        return names["test_loss"], digest(values_of(names["model"], names["optimizer"]))
-
-
-def test_the_loop_over_ranks_goes_on_with_the_same_bits(tmp_path):
-    (text,) = blocks(ROOT / "docs/ranks.md", "python")
-    folders = [tmp_path / name for name in ("whole", "parts")]
-    for folder in folders:
-        folder.mkdir()
-    world = World(2, tmp_path)
-    job = "tests.test_docs.loop_over_ranks", text
-    try:
-        whole = world.run(*job, folders[0], 4)
-        world.run(*job, folders[1], 2)
-        assert world.run(*job, folders[1], 4) == whole
-    finally:
-        world.close()
-    assert whole[0][0] == whole[1][0] < 0.05, "one loss, which has fallen"
 
 
 @pytest.mark.slow

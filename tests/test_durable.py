@@ -31,8 +31,12 @@ from tests.training import (
     attached,
     batch,
     frozen,
+    in_turn,
     plain,
     result_of,
+    round_about,
+    some_fast,
+    some_rows_fast,
 )
 
 CPU, NVME = ("cpu", "cpu", "cpu"), ("nvme", "nvme", "nvme")
@@ -66,8 +70,7 @@ def steps(run: Run, count: int) -> None:
     at = run.generator.get_state()
 
 
-@pytest.mark.parametrize("before", PLACES)
-@pytest.mark.parametrize("after", PLACES)
+@pytest.mark.parametrize(("before", "after"), round_about(PLACES))
 def test_a_run_goes_on_from_what_was_committed(
     before: Any, after: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,8 +139,9 @@ LOOPS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", LOOPS)
-@pytest.mark.parametrize("placement", [RESIDENT, CPU, ("device", "device", "nvme"), NVME])
+@pytest.mark.parametrize(
+    ("name", "placement"), in_turn(LOOPS, [RESIDENT, CPU, ("device", "device", "nvme"), NVME])
+)
 def test_what_a_loop_did_is_committed_when_the_next_forward_begins(
     name: str, placement: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -341,8 +345,18 @@ def few(run: Run, number: int) -> None:
     run.step()
 
 
-@pytest.mark.parametrize("durably", [True, False])
-@pytest.mark.parametrize("after", [CPU, ("nvme", "cpu", "nvme")])
+@pytest.mark.parametrize(
+    ("durably", "after"),
+    some_rows_fast(
+        [
+            (True, CPU),
+            (False, ("nvme", "cpu", "nvme")),
+            (True, ("nvme", "cpu", "nvme")),
+            (False, CPU),
+        ],
+        fast=2,
+    ),
+)
 def test_compact_states_are_the_very_records(durably: bool, after: Any, tmp_path: Path) -> None:
     options: dict[str, Any] = {"build": lambda: torch.nn.Linear(16, 1), "states": "compact"}
     kept = tmp_path / "kept"
@@ -367,9 +381,11 @@ def test_compact_states_are_the_very_records(durably: bool, after: Any, tmp_path
         assert_same(result_of(run), expected)
 
 
-@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("fails", some_fast([False, True]))
 def test_a_program_that_comes_to_its_end_commits_its_last_step(fails: bool, tmp_path: Path) -> None:
     program = f"""
+import gc
+gc.disable()  # What is imported is no garbage.
 import torch
 from pathlib import Path
 from tests.test_durable import CPU, durable, plain

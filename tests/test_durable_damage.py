@@ -8,8 +8,6 @@ import os
 import random
 import shutil
 import stat
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -27,6 +25,7 @@ from offload.checkpoint import commits
 from offload.checkpoint.commit_reader import CommitReader, read_commit
 from offload.runtime.entry import EngineError
 from tests.command import run as run_command
+from tests.forked import fork, wait
 from tests.test_durable import CPU, NVME, durable, go_on, steps
 from tests.test_hostile import (
     MUTATIONS,
@@ -38,7 +37,7 @@ from tests.test_hostile import (
     sealed,
 )
 from tests.test_saving import buffered, sgd
-from tests.training import Net, assert_same, frozen, plain, result_of
+from tests.training import Net, assert_same, frozen, plain, result_of, some_fast, some_rows_fast
 
 SECTOR = 512
 
@@ -115,8 +114,9 @@ def whole(directory: Path) -> int:
     return int(commit["run"]["step"])
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("placement", [CPU, NVME], ids=["cpu", "nvme"])
+@pytest.mark.parametrize(
+    ("placement", "seed"), some_rows_fast(zip((CPU, NVME) * 4, range(8)), fast=2)
+)
 def test_a_power_cut_leaves_the_last_commit_or_the_one_before(
     placement: Any, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,7 +158,7 @@ def committed(original: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(original, tmp_path / "copy"))
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", some_fast(range(40), fast=12))
 def test_a_flipped_bit_is_found_before_it_is_used(seed: int, committed: Path) -> None:
     directory, draw = committed / "run", random.Random(seed)
     commit, layout = read_commit(str(directory))
@@ -249,11 +249,9 @@ def test_one_process_owns_a_run(tmp_path: Path) -> None:
 def test_a_worker_that_outlives_its_run_is_waited_for(tmp_path: Path) -> None:
     """It was forked, so that it has the lock as well."""
     (tmp_path / "run").mkdir(mode=0o700)
-    told = "import sys, time; sys.path.insert(0, '.'); from tests.test_durable_damage import orphan"
-    done = subprocess.run(
-        [sys.executable, "-c", f"{told}; orphan({str(tmp_path)!r})"], check=False, timeout=60
-    )
-    assert done.returncode == 7
+    with open(os.devnull, "r+") as nothing:
+        owner = fork(partial(orphan, str(tmp_path)), (nothing.fileno(),) * 3)
+    assert wait(owner) == 7
     with durable(CPU, tmp_path) as run:
         plain(run, 0)
 
@@ -336,12 +334,13 @@ def test_records_on_a_drive_that_moved_are_found_by_a_link(tmp_path: Path) -> No
         steps(run, 1)
 
 
-def test_mutated_commits_are_refused_in_a_sentence(committed: Path) -> None:
+@pytest.mark.parametrize("count", some_fast([MUTATIONS // 16, MUTATIONS // 4]))
+def test_mutated_commits_are_refused_in_a_sentence(count: int, committed: Path) -> None:
     directory = committed / "run"
     good = {one: one.read_bytes() for one in directory.glob("*.json")}
     refused = 0
     with little_memory():
-        for seed in range(MUTATIONS // 4):
+        for seed in range(count):
             draw = random.Random(seed)
             file = draw.choice([directory / "commit.json", directory / "layout-1.json"])
             content = good[file]
@@ -350,7 +349,7 @@ def test_mutated_commits_are_refused_in_a_sentence(committed: Path) -> None:
             overwrite(file, damaged(content, draw) if broken else sealed(changed(inner, draw)))
             refused += is_refused(partial(read_all, directory), f"mutation {seed} of {file.name}")
             overwrite(file, content)
-    assert refused > 0.7 * (MUTATIONS // 4)
+    assert refused > 0.7 * count
     assert whole(directory) == 2
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import pytest
 import torch
 
 from offload.model.engine import Engine
-from tests.training import Net, Run, assert_same, attached, batch, plain, result_of, some_fast
+from tests.training import Net, Run, assert_same, attached, batch, plain, result_of
 
 PLACEMENTS = [("device", "nvme", "nvme"), ("cpu", "cpu", "cpu"), ("nvme", "nvme", "cpu")]
+RUNNERS = ("native", "python")
 CLIP = 0.05
 """So small that each step is clipped."""
 
@@ -125,8 +127,19 @@ def trained(loop: Callable[[Run, int], None], placement: Any, path: Path, **opti
         return norms, result_of(run), early
 
 
-@pytest.mark.parametrize("placement", some_fast(PLACEMENTS, fast=2), ids="-".join)
-@pytest.mark.parametrize("loop", LOOPS)
+def in_some() -> list[Any]:
+    """Each loop in one placement and by one runner in the fast tier, in turn."""
+    made = []
+    for number, loop in enumerate(LOOPS):
+        for (at, placement), (by, runner) in product(enumerate(PLACEMENTS), enumerate(RUNNERS)):
+            fast = (at, by) == (number % 2, number // 2 % 2)
+            name = f"{loop.__name__}-{'-'.join(placement)}-{runner}"
+            marks = () if fast else pytest.mark.slow
+            made.append(pytest.param(loop, placement, runner, marks=marks, id=name))
+    return made
+
+
+@pytest.mark.parametrize(("loop", "placement", "runner"), in_some(), indirect=["runner"])
 def test_the_norm_is_that_of_squares_summed_at_step(
     loop: Callable[[Run, int], None],
     placement: Any,

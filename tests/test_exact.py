@@ -370,6 +370,8 @@ SLOW = {
     *("plain fp32", "checkpointing, frozen", "L2 term bf16", "gradients kept apart", "compact"),
     *("checkpoints over several", "compact, edits", "SGD, fp32, edits", "groups, L2 decay"),
     *("edited between reentrant", "backward in another thread", "unannounced forward"),
+    *("tied, accumulation", "checkpointing", "checkpointing, reentrant", "groups, fp32"),
+    *("updates inside backward", "frozen"),
 }
 """Loops that are much like others, and not in the fast tier."""
 
@@ -402,9 +404,14 @@ def test_every_loop_in_all_placements(
 
 
 def in_the_smallest_budgets() -> list[Any]:
-    """Every twelfth loop, each in another of the nine."""
+    """Every twelfth loop, each in another of the nine; two of them in the fast tier."""
     few = zip(list(CASES)[::12], itertools.cycle(SAMPLED))
-    return [pytest.param(case, p, id=f"{case}-{'-'.join(p)}") for case, p in few]
+    return [
+        pytest.param(
+            *one, marks=() if number < 2 else pytest.mark.slow, id=f"{one[0]}-{'-'.join(one[1])}"
+        )
+        for number, one in enumerate(few)
+    ]
 
 
 @pytest.mark.parametrize(("case", "placement"), in_the_smallest_budgets())

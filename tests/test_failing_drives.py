@@ -64,8 +64,8 @@ def failing(placement: Any, path: Path, number: int, code: int, clips: float | N
                 run.optimizer.step()
 
 
-@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("clips", [None, 0.1])
+@pytest.mark.parametrize("every", some_fast([13, 5, 1]))
+@pytest.mark.parametrize("clips", some_fast([0.1, None]))
 @pytest.mark.parametrize("placement", some_fast(PLACEMENTS), ids="-".join)
 def test_each_transfer_of_two_steps_may_fail(
     placement: Any, clips: float | None, every: int, tmp_path: Path

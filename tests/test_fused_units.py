@@ -39,6 +39,8 @@ from tests.training import (
     plain,
     same_bits,
     smallest_budgets,
+    some_fast,
+    some_rows_fast,
     train,
     train_alone,
     without_idle_states,
@@ -228,18 +230,33 @@ def fused(loop: Callable[[Run, int], None], run: Run, number: int) -> None:
 
 
 LOOPS = {"plain": plain, "accumulated": accumulated, "of blocks": of_blocks}
-CASES = [f"{model}-{loop}" for model in MODELS for loop in LOOPS]
+PLACES = {"cpu": CPU, "nvme": NVME, "mixed": MIXED}
+WAYS = [
+    (loop, [*PLACES][(number + turn) % 3]) for turn in range(3) for number, loop in enumerate(LOOPS)
+]
 
 
-@pytest.mark.parametrize(("case", "placement"), in_turn(CASES, [CPU, NVME, MIXED]))
-def test_the_bits_of_plain_torch(case: str, placement: Any, tmp_path: Path) -> None:
-    model, loop = case.split("-")
+@pytest.mark.parametrize(("model", "way"), in_turn(MODELS, WAYS))
+def test_the_bits_of_plain_torch(model: str, way: tuple[str, str], tmp_path: Path) -> None:
+    loop, place = way
     options = fp32(build=MODELS[model], steps=4)
-    found = train(placement, tmp_path, partial(fused, LOOPS[loop]), **options)
+    found = train(PLACES[place], tmp_path, partial(fused, LOOPS[loop]), **options)
     assert_same(without_idle_states(found), train_alone(LOOPS[loop], **options))
 
 
-@pytest.mark.parametrize(("structure", "placement"), in_turn(STRUCTURES, [CPU, NVME]))
+@pytest.mark.parametrize(
+    ("structure", "placement"),
+    [
+        pytest.param(
+            structure,
+            placement,
+            marks=() if number % 4 == 3 * at else pytest.mark.slow,  # More of them in `parity`.
+            id=f"{structure}-{placement[0]}",
+        )
+        for number, structure in enumerate(STRUCTURES)
+        for at, placement in enumerate([CPU, NVME])
+    ],
+)
 def test_the_bits_where_all_is_fused_that_may_be(
     structure: str, placement: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -250,8 +267,18 @@ def test_the_bits_where_all_is_fused_that_may_be(
     assert_same(found, train(RESIDENT, tmp_path, accumulated, **options))
 
 
-@pytest.mark.parametrize("more", [{"max_grad_norm": 0.1}, {"micro_batches": 1}])
-@pytest.mark.parametrize("placement", [CPU, NVME])
+@pytest.mark.parametrize(
+    ("placement", "more"),
+    some_rows_fast(
+        [
+            (CPU, {"max_grad_norm": 0.1}),
+            (NVME, {"micro_batches": 1}),
+            (NVME, {"max_grad_norm": 0.1}),
+            (CPU, {"micro_batches": 1}),
+        ],
+        fast=2,
+    ),
+)
 def test_the_bits_of_units_that_are_not_fused(
     placement: Any, more: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -370,7 +397,9 @@ def cost(units: list[str], found: Any) -> int:
     return away + UNIT_COST_BYTES * len(units)
 
 
-@pytest.mark.parametrize("forced", [{}, {"params": "cpu", "gradients": "cpu", "optimizer": "nvme"}])
+@pytest.mark.parametrize(
+    "forced", some_fast([{}, {"params": "cpu", "gradients": "cpu", "optimizer": "nvme"}])
+)
 def test_units_are_fused_as_far_as_the_budgets_allow(
     forced: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -396,7 +425,7 @@ def test_units_are_fused_as_far_as_the_budgets_allow(
     assert counts[0] > counts[-1] == len(FOURS) + 3
 
 
-@pytest.mark.parametrize("placement", [CPU, NVME])
+@pytest.mark.parametrize("placement", some_fast([NVME, CPU]))
 def test_in_the_smallest_budgets_of_fused_units(placement: Any, tmp_path: Path) -> None:
     """Which those of units that are not fused may exceed, by padding."""
     least: Any = smallest_budgets(placement, tmp_path, build=deep)

@@ -25,6 +25,7 @@ from offload.planning.machine import Machine
 from offload.planning.planner import plan
 from offload.planning.profile import profile_of
 from offload.unit_plan import spec_of
+from tests.training import some_fast
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "benchmarks" / "gpu" / "run.sh"
@@ -142,7 +143,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 # -- what is trained ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("placement", ["cpu-cpu-cpu", "torch-fp32"])
+@pytest.mark.parametrize("placement", some_fast(["cpu-cpu-cpu", "torch-fp32"]))
 def test_lines_of_training_are_as_their_schema_says(placement: str, there: Path) -> None:
     """Two for each point, so that what was timed is kept though the profiler breaks."""
     train.run(["--dry", "--placement", placement, "--points", "4k", "16kx4"])

@@ -38,8 +38,16 @@ def native(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(RUNNER_VARIABLE, raising=False)
 
 
-@pytest.mark.parametrize("clipped", [None, 0.1])
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize(
+    ("clipped", "placement"),
+    [
+        pytest.param(
+            clipped, one, marks=pytest.mark.slow if number % 2 == at else (), id=f"{clipped}-{one}"
+        )
+        for number, one in enumerate(PLACEMENTS)
+        for at, clipped in enumerate([None, 0.1])
+    ],
+)
 def test_the_native_runner_has_the_bits_of_the_reference(
     placement: tuple[str, str, str],
     clipped: float | None,

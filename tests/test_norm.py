@@ -101,8 +101,14 @@ def test_the_norm_adds_parameters_up_by_name_whatever_units_they_are_in() -> Non
 PLACEMENTS = [("device", "device", "device"), ("device", "device", "cpu"), ("cpu", "cpu", "nvme")]
 
 
-@pytest.mark.parametrize("placement", [*PLACEMENTS, ("nvme", "nvme", "cpu")])
-@pytest.mark.parametrize("elements", [2048, 1 << 20])
+@pytest.mark.parametrize(
+    ("placement", "elements"),
+    [
+        pytest.param(one, elements, marks=() if number % 2 == at else pytest.mark.slow)
+        for number, one in enumerate([*PLACEMENTS, ("nvme", "nvme", "cpu")])
+        for at, elements in enumerate([2048, 1 << 20])
+    ],
+)
 def test_the_norm_of_a_step_is_that_of_the_gradients_wherever_chunks_end(
     placement: tuple[str, str, str],
     elements: int,

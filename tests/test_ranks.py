@@ -21,9 +21,24 @@ from offload.parallel.collectives import differences
 from offload.parallel.flat_shard import boxes
 from offload.parallel.group import Group
 from offload.runtime.entry import EngineError
+from offload.runtime.native import native_runner
 from tests import command, ranks_jobs
-from tests.ranks import KINDS, MEMORY, Failed, How, World, assert_as_one, digest, joined
+from tests.forked import Forked, anew
+from tests.ranks import (
+    KINDS,
+    MEMORY,
+    Failed,
+    How,
+    World,
+    assert_as_one,
+    digest,
+    joined,
+)
+from tests.test_docs import blocks
+from tests.training import some_fast, some_rows_fast
 
+ROOT = Path(__file__).resolve().parent.parent
+FAST = ("plain", "experts")
 PLACES = {"params": "cpu", "gradients": "cpu", "optimizer": "cpu"}
 
 
@@ -34,14 +49,18 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     world.close()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", some_fast([*FAST, *(one for one in KINDS if one not in FAST)], fast=2)
+)
 def test_every_kind_of_model(two: World, kind: str) -> None:
     how = How(kind, micro=2, config={**PLACES, "max_grad_norm": 0.5})
     assert_as_one(two.run("train", how), how)
 
 
-@pytest.mark.parametrize("shard", [2, 3])
-@pytest.mark.parametrize("states", ["exact", "compact"])
+STATES = [("compact", 2), ("exact", 3), ("compact", 3), ("exact", 2)]
+
+
+@pytest.mark.parametrize(("states", "shard"), some_rows_fast(STATES))
 def test_states(two: World, shard: int, states: str) -> None:
     how = How(micro=3, config={"shard": shard, "states": states})
     assert_as_one(two.run("train", how), how)
@@ -53,7 +72,7 @@ def test_all_on_nvme(two: World, tmp_path: Path) -> None:
     assert_as_one(two.run("train", how), how)
 
 
-@pytest.mark.parametrize("shard", [2, 3])
+@pytest.mark.parametrize("shard", some_fast([3, 2]))
 def test_ranks_that_need_different_units_wait_for_each_other(two: World, shard: int) -> None:
     how = How("unused", config={"shard": shard})
     one, other = (two.run("diverge", how) for _ in range(2))
@@ -78,7 +97,7 @@ def test_a_touch_says_what_to_do(two: World) -> None:
         assert "offload.gathered" in text
 
 
-@pytest.mark.parametrize("ours", [False, True])
+@pytest.mark.parametrize("ours", some_fast([True, False]))
 def test_saved_by_two_and_continued_by_one_and_by_two(
     two: World, ours: bool, tmp_path: Path
 ) -> None:
@@ -114,7 +133,7 @@ def test_a_bit_that_changed_is_found_by_ranks_that_read_parts(two: World, tmp_pa
         assert "checksum mismatch" in one.message
 
 
-@pytest.mark.parametrize("what", ["model", "seed", "config", "budget"])
+@pytest.mark.parametrize("what", some_fast(["budget", "model", "seed", "config"]))
 def test_ranks_that_attach_different_things(two: World, what: str) -> None:
     two.begin("differ", How(), what)
     for one in two.results():
@@ -123,15 +142,15 @@ def test_ranks_that_attach_different_things(two: World, what: str) -> None:
 
 
 AT_ONCE = {
-    "batches": "after step 1: rank 0: backwards=1; rank 1: backwards=2. Let",
     "lr": "after step 1: rank 0: lr=0.01; rank 1: lr=0.5. Let",
+    "batches": "after step 1: rank 0: backwards=1; rank 1: backwards=2. Let",
     "skipped": "the ranks take different steps after step 1",
     "values": "rank 0 asked for values",
     "save": "rank 0 saves .*; rank 1 called step.* take the call out of `if rank == 0`",
 }
 
 
-@pytest.mark.parametrize("what", AT_ONCE)
+@pytest.mark.parametrize("what", some_fast(AT_ONCE))
 def test_ranks_that_take_different_steps(two: World, what: str) -> None:
     two.begin("differ", How(), what)
     for one in two.results():
@@ -243,11 +262,13 @@ def test_one_rank_imports_nothing_of_it() -> None:
         "assert not [name for name in sys.modules if name.startswith('offload.parallel')]; "
         "assert not torch.distributed.is_initialized()"
     )
-    subprocess.run([sys.executable, "-c", script], check=True)
+    alone = Forked(lambda: anew(script))
+    assert alone.communicate() == ("", "")
+    assert alone.returncode == 0
 
 
 @pytest.mark.parametrize(
-    ("job", "seeds"), [("late", 3), pytest.param("delayed", 100, marks=pytest.mark.slow)]
+    ("job", "seeds"), some_rows_fast([("late", 2), ("late", 10), ("delayed", 100)])
 )
 @pytest.mark.parametrize("shard", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_when_collectives_happen_changes_no_bit(
@@ -284,7 +305,7 @@ def test_train_is_one_process(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> N
     assert "examples/ranks.py" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("shard", [2, 3])
+@pytest.mark.parametrize("shard", some_fast([2, 3]))
 def test_bytes_sent_are_those_of_the_formula(two: World, shard: int) -> None:
     for found, planned, formula in two.run("sent", How(config={"shard": shard})):
         assert found == planned == formula > 0
@@ -313,7 +334,7 @@ def test_a_value_of_another_parameter_is_refused(two: World) -> None:
         assert "of this parameter" in said[1]
 
 
-@pytest.mark.parametrize("shard", [2, 3])
+@pytest.mark.parametrize("shard", some_fast([3, 2]))
 def test_updates_begin_inside_the_last_backward(two: World, shard: int) -> None:
     how = How(micro=2, steps=3, config={**PLACES, "shard": shard, "micro_batches": 2})
     for found in two.run("early", how):
@@ -333,7 +354,7 @@ def test_parts_of_a_model_train_as_by_torch(two: World) -> None:
         assert all(torch.equal(value, wanted[2][name]) for name, value in values.items())
 
 
-@pytest.mark.parametrize("shard", [2, 3])
+@pytest.mark.parametrize("shard", some_fast([2, 3]))
 def test_what_changes_on_one_rank_is_gathered_anew_by_all(two: World, shard: int) -> None:
     how = How(dtype=torch.float32, config={**PLACES, "shard": shard})
     for found in two.run("tests.ranks_refused.edited", how):
@@ -348,7 +369,7 @@ def test_layers_outside_a_forward_and_values(two: World) -> None:
     two.run("tests.ranks_refused.outside", How(config={**PLACES, "shard": 3}))
 
 
-@pytest.mark.parametrize("on", [0, 1])
+@pytest.mark.parametrize("on", some_fast([1, 0]))
 def test_a_part_that_cannot_be_read_is_told_on_all(two: World, on: int, tmp_path: Path) -> None:
     args = How(config=PLACES), str(tmp_path / "saved"), on
     for text, _ in two.run("tests.ranks_refused.unreadable", *args):
@@ -356,8 +377,26 @@ def test_a_part_that_cannot_be_read_is_told_on_all(two: World, on: int, tmp_path
     assert not (tmp_path / "saved").exists()
 
 
-def test_ranks_at_two_models_are_told(tmp_path: Path) -> None:
-    world = World(2, tmp_path)
-    for text in world.run("tests.ranks_refused.two_models", How()):
+@pytest.mark.skipif(native_runner() is None, reason="the runner is not compiled")
+def test_on_an_accelerator_with_streams(two: World) -> None:
+    """More of it in `test_ranks_paced.py`."""
+    how = How("tied", micro=2, config={"params": "cpu", "max_grad_norm": 0.5})
+    assert_as_one(two.run("paced", 3, "train", how), how)
+
+
+def test_the_loop_of_the_docs_goes_on_with_the_same_bits(two: World, tmp_path: Path) -> None:
+    (text,) = blocks(ROOT / "docs/ranks.md", "python")
+    folders = [tmp_path / name for name in ("whole", "parts")]
+    for folder in folders:
+        folder.mkdir()
+    job = "tests.ranks_docs.loop", text
+    whole = two.run(*job, str(folders[0]), 2)
+    two.run(*job, str(folders[1]), 1)
+    assert two.run(*job, str(folders[1]), 2) == whole
+    assert whole[0][0] == whole[1][0] < 0.05, "one loss, which has fallen"
+
+
+def test_ranks_at_two_models_are_told(two: World) -> None:
+    for text in two.run("tests.ranks_refused.two_models", How()):
         assert "use different models at one time" in text
-    world.close()
+    two.close()  # Nobody has closed those engines, and whoever comes next starts ranks anew.

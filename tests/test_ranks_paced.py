@@ -1,4 +1,7 @@
-"""Ranks on an accelerator with streams: by the paced one of the tests, where a lost wait shows."""
+"""Ranks on an accelerator with streams: by the paced one of the tests, where a lost wait shows.
+
+All of it slow; `test_ranks.py` has one of the fast tier, with ranks that are there.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import KINDS, WAYS, How, World, assert_as_one, same, way_of
-from tests.training import some_fast
 
 pytest.importorskip("offload.runtime._runner", reason="not compiled here")
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -20,13 +23,12 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     world.close()
 
 
-@pytest.mark.parametrize("kind", some_fast(KINDS, fast=2))
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_model(two: World, kind: str) -> None:
     how = How(kind, micro=2, config={"params": "cpu", "max_grad_norm": 0.5})
     assert_as_one(two.run("paced", 3, "train", how), how)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("shard", [2, 3])
 @pytest.mark.parametrize("way", WAYS, ids="-".join)
 def test_every_placement(two: World, way: tuple[str, str, str], shard: int, tmp_path: Path) -> None:
@@ -34,7 +36,6 @@ def test_every_placement(two: World, way: tuple[str, str, str], shard: int, tmp_
     assert_as_one(two.run("paced", shard, "train", how), how)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("job", ["diverge", "clip", "touch"])
 def test_what_ranks_do_beside_training(two: World, job: str, seed: int) -> None:
@@ -42,7 +43,6 @@ def test_what_ranks_do_beside_training(two: World, job: str, seed: int) -> None:
     assert same(two.run("paced", seed, job, how), two.run(job, how))
 
 
-@pytest.mark.slow
 def test_collectives_that_are_late(two: World) -> None:
     for found in two.run("paced", 4, "late", How("tied", config={"params": "cpu"}), 10):
         assert len(set(found)) == 1

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
-import subprocess
-import sys
+import signal
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import aio
 import offload
 from cpu_adam import CPULion
 from offload.planning import planner
+from tests.forked import Forked
 from tests.training import (
     RESIDENT,
     Net,
@@ -30,6 +32,7 @@ from tests.training import (
     frozen,
     plain,
     result_of,
+    round_about,
     some_fast,
 )
 
@@ -61,8 +64,7 @@ def buffered() -> Net:
     return net
 
 
-@pytest.mark.parametrize("before", EVERYWHERE)
-@pytest.mark.parametrize("after", EVERYWHERE)
+@pytest.mark.parametrize(("before", "after"), round_about(EVERYWHERE))
 def test_a_run_goes_on_with_the_same_bits(
     before: Any, after: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,30 +227,27 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
         offload.load(run.model, run.optimizer, path)
 
 
-_SAVES = """
-import itertools, sys, torch, offload
-from tests.training import attached, Net
-with attached(("cpu", "cpu", "nvme"), sys.argv[1]) as run:
-    for number in itertools.count():
-        with torch.no_grad():
-            for parameter in run.model.parameters():
-                parameter.fill_(number % 64)
-        offload.save(run.model, run.optimizer, sys.argv[2], user=number)
-        print(number, flush=True)
-"""
+def saves(drive: Path, path: Path) -> None:
+    """Save again and again, and tell each."""
+    with attached(("cpu", "cpu", "nvme"), drive) as run:
+        for number in itertools.count():
+            with torch.no_grad():
+                for parameter in run.model.parameters():
+                    parameter.fill_(number % 64)
+            offload.save(run.model, run.optimizer, path, user=number)
+            print(number, flush=True)
 
 
 @pytest.mark.parametrize("seed", some_fast(range(10)))
 def test_a_save_that_is_killed_leaves_the_one_before(seed: int, tmp_path: Path) -> None:
     path, draw = tmp_path / "save", random.Random(seed)
-    with subprocess.Popen(
-        [sys.executable, "-c", _SAVES, str(tmp_path), str(path)], stdout=subprocess.PIPE
-    ) as saving:
-        assert saving.stdout is not None
-        told = [saving.stdout.readline() for _ in range(draw.randrange(1, 4))][-1]
-        time.sleep(draw.random() * 0.05)
-        saving.kill()
-        told = saving.stdout.readlines()[-1:] or [told]
+    saving = Forked(partial(saves, tmp_path, path))
+    told = [saving.stdout.readline() for _ in range(draw.randrange(1, 4))][-1]
+    time.sleep(draw.random() * 0.05)
+    saving.send_signal(signal.SIGKILL)
+    later, errors = saving.communicate()
+    assert not errors
+    told = later.splitlines()[-1:] or [told]
     with attached(("cpu", "cpu", "cpu"), tmp_path) as run:
         user = offload.load(run.model, run.optimizer, path)
         assert user - int(told[-1]) in (0, 1)
@@ -287,7 +286,7 @@ def test_extra_state_is_refused(tmp_path: Path) -> None:
 # -- damage ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", some_fast(range(40), fast=12))
 def test_a_flipped_bit_is_found(seed: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     """In the file and at the place that the seed says; the engine of a load that failed is over."""
     tmp_path = tmp_path_factory.mktemp("bits")

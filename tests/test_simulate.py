@@ -281,7 +281,13 @@ def test_the_waits_of_the_phase_are_kept(plan: Plan) -> None:
                         assert begins[id(op)] >= ends[id(wait)]
 
 
-@pytest.mark.parametrize("placement", list(all_placements()))
+@pytest.mark.parametrize(
+    "placement",
+    [
+        pytest.param(one, marks=() if sum(divmod(number, 9)) % 4 == 0 else pytest.mark.slow)
+        for number, one in enumerate(all_placements())
+    ],
+)
 def test_a_step_takes_as_long_as_its_busiest_lane(placement: Placement) -> None:
     profile = blocks(6, 200_000)
     program = _program(profile, placement)
@@ -299,7 +305,17 @@ def test_a_step_takes_as_long_as_its_busiest_lane(placement: Placement) -> None:
 AWAY = [one for one in all_placements() if one.state != "device"]
 
 
-@pytest.mark.parametrize("placement", AWAY, ids=lambda one: "-".join(map(one.of, KINDS)))
+@pytest.mark.parametrize(
+    "placement",
+    [
+        pytest.param(
+            one,
+            marks=pytest.mark.slow if number % 3 != number // 6 else (),
+            id="-".join(map(one.of, KINDS)),
+        )
+        for number, one in enumerate(AWAY)
+    ],
+)
 def test_under_longer_compute_only_the_edge_is_exposed(placement: Placement) -> None:
     """What lanes do for the unit that is used first, between its backward and its next forward."""
     plan = lay_out(

@@ -20,6 +20,7 @@ from offload.program.predict import MICRO_BATCHES, MODEL, predict
 from offload.program.simulate import Timeline, _paces, seconds_of, simulate
 from tests.profiles import AMPLE, moved, plans, unit, wanted_parameters
 from tests.test_simulate import BYTES, MACHINE, end_of, spans, ten
+from tests.training import some_rows_fast
 
 COMM = replace(MACHINE, link_bytes_per_s=BYTES, nic_bytes_per_s=BYTES)
 """What a rank sends of a block of `program_of` to one other takes a second."""
@@ -50,6 +51,7 @@ def program_of(*arguments: Any, **flags: Any) -> Program:
 
 DEVICE: tuple[Tier, Tier, Tier] = ("device", "device", "device")
 CPU: tuple[Tier, Tier, Tier] = ("cpu", "cpu", "cpu")
+ALIKE: list[tuple[Tier, Tier, Tier]] = [DEVICE, CPU, ("nvme", "nvme", "nvme")]
 
 
 # -- by hand ------------------------------------------------------------------------------------
@@ -220,8 +222,10 @@ def test_each_op_takes_its_time_or_longer_and_none_is_lost(homes: tuple[Tier, Ti
 # -- predicted steps ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("homes", [DEVICE, CPU, ("nvme",) * 3])
-@pytest.mark.parametrize("compute", [1e-6, 1e-3])
+@pytest.mark.parametrize(
+    ("compute", "homes"),
+    some_rows_fast([*zip((1e-6, 1e-3, 1e-6), ALIKE), *zip((1e-3, 1e-6, 1e-3), ALIKE)], fast=3),
+)
 def test_more_micro_batches_are_added_as_if_they_were_simulated(
     homes: tuple[Tier, Tier, Tier], compute: float
 ) -> None:

@@ -34,6 +34,7 @@ from tests.training import (
     plain,
     result_of,
     some_fast,
+    some_rows_fast,
     train,
 )
 
@@ -59,10 +60,22 @@ def two_micro_batches(run: Run, number: int) -> None:
 # -- bits ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("clipped", [None, 0.1])
-@pytest.mark.parametrize(
-    "placement", [*SAMPLED, *some_fast(sorted({*ALL_PLACEMENTS} - {*SAMPLED}), fast=0)]
-)
+def of_bits() -> list[Any]:
+    """Each placement clipped and not; in the fast tier every other one of `SAMPLED`, in turn."""
+    fast = {(placement, number % 2) for number, placement in enumerate(SAMPLED[::2])}
+    return [
+        pytest.param(
+            placement,
+            (None, 0.1)[clips],
+            marks=() if (placement, clips) in fast else pytest.mark.slow,
+            id=f"{'-'.join(placement)}{'-clipped' * clips}",
+        )
+        for placement in ALL_PLACEMENTS
+        for clips in (0, 1)
+    ]
+
+
+@pytest.mark.parametrize(("placement", "clipped"), of_bits())
 def test_native_lanes_have_the_bits_of_the_reference(
     placement: tuple[str, str, str], clipped: float | None, tmp_path: Path
 ) -> None:
@@ -76,15 +89,24 @@ def test_native_lanes_have_the_bits_of_the_reference(
         assert_same(found, train(placement, tmp_path, two_micro_batches, **options))
 
 
-@pytest.mark.parametrize("before", [OFFLOADED, MIXED])
-@pytest.mark.parametrize("after", [RESIDENT, ("cpu", "cpu", "cpu")])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    some_rows_fast(
+        [
+            (MIXED, ("cpu", "cpu", "cpu")),
+            (OFFLOADED, ("cpu", "cpu", "cpu")),
+            (MIXED, RESIDENT),
+            (OFFLOADED, RESIDENT),
+        ],
+    ),
+)
 def test_a_durable_run_goes_on(before: Any, after: Any, tmp_path: Path) -> None:
     with driven(1, 300) as device, pytest.MonkeyPatch.context() as patch:
         test_durable.test_a_run_goes_on_from_what_was_committed(before, after, tmp_path, patch)
     assert not device.timeline.races
 
 
-@pytest.mark.parametrize("seed", some_fast(range(100), fast=6))
+@pytest.mark.parametrize("seed", some_fast(range(100), fast=3))
 def test_any_delays_end_and_change_no_bit(seed: int, tmp_path: Path) -> None:
     random = Random(seed)
     script = draw_script(random, 2)
@@ -164,8 +186,10 @@ def two_steps(
 @pytest.mark.parametrize(
     ("placement", "stays", "share"),
     [
-        (("cpu", "cpu", "cpu"), False, 11),
-        (OFFLOADED, True, 11),
+        (("cpu", "cpu", "cpu"), False, 53),
+        (OFFLOADED, True, 53),
+        pytest.param(("cpu", "cpu", "cpu"), False, 11, marks=pytest.mark.slow),
+        pytest.param(OFFLOADED, True, 11, marks=pytest.mark.slow),
         pytest.param(("cpu", "cpu", "cpu"), True, 1, marks=pytest.mark.slow),
         pytest.param(OFFLOADED, False, 1, marks=pytest.mark.slow),
         pytest.param(("device", "cpu", "nvme"), False, 1, marks=pytest.mark.slow),
@@ -268,7 +292,9 @@ def test_what_was_made_is_given_back(tmp_path: Path) -> None:
     assert calls.stand_in_live() == before
 
 
-@pytest.mark.parametrize("placement", [MIXED, RESIDENT, ("cpu", "device", "device")])
+@pytest.mark.parametrize(
+    "placement", some_fast([MIXED, RESIDENT, ("cpu", "device", "device")], fast=2)
+)
 def test_where_the_kernels_cannot_be_loaded_python_serves(placement: Any, tmp_path: Path) -> None:
     """A driver that is older than their text: told once, and the bits stay."""
     options: Any = {"max_grad_norm": 0.1, "build": small}

@@ -24,6 +24,7 @@ echo '{"jobs": [{"error": 0, "read": {"runtime": 5}}, {"error": 0, "write": {"ru
 """
 
 
+@pytest.mark.slow
 def test_every_row_has_its_figures_and_no_file_is_left(tmp_path: Path) -> None:
     for name in ("bin", "drive"):
         (tmp_path / name).mkdir()

@@ -39,17 +39,40 @@ def some_fast(values: Iterable[Any], *, fast: int = 1) -> list[Any]:
     return [*first, *(pytest.param(one, marks=pytest.mark.slow) for one in others)]
 
 
-def in_turn(names: Iterable[str], placements: Sequence[tuple[str, str, str]]) -> list[Any]:
-    """Parameters of a test: each name in one placement in the fast tier, in the others slow."""
+def some_rows_fast(rows: Iterable[tuple[Any, ...]], *, fast: int = 1) -> list[Any]:
+    """The same of a test with several parameters, of which each row has all."""
+    return [
+        pytest.param(*row, marks=() if number < fast else pytest.mark.slow)
+        for number, row in enumerate(rows)
+    ]
+
+
+def in_turn(names: Iterable[str], others: Sequence[Any]) -> list[Any]:
+    """Parameters of a test: each name with one of the others, as placements, in the fast tier, in
+    turn; with the rest in the slow one."""
     return [
         pytest.param(
             name,
-            placement,
-            marks=() if number % len(placements) == at else pytest.mark.slow,
-            id=f"{name}-{'-'.join(placement)}",
+            other,
+            marks=() if number % len(others) == at else pytest.mark.slow,
+            id=f"{name}-{'-'.join(other) if isinstance(other, tuple) else other}",
         )
         for number, name in enumerate(names)
-        for at, placement in enumerate(placements)
+        for at, other in enumerate(others)
+    ]
+
+
+def round_about(placements: Sequence[tuple[str, str, str]]) -> list[Any]:
+    """Parameters of a test: all pairs, each with the next one in the fast tier, others slow."""
+    return [
+        pytest.param(
+            one,
+            other,
+            marks=() if (at + 1) % len(placements) == to else pytest.mark.slow,
+            id=f"{'-'.join(one)}-to-{'-'.join(other)}",
+        )
+        for at, one in enumerate(placements)
+        for to, other in enumerate(placements)
     ]
 
 
