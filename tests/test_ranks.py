@@ -34,6 +34,7 @@ from tests.ranks import (
     digest,
     joined,
 )
+from tests.ranks_durable import Life
 from tests.test_docs import blocks
 from tests.training import some_fast, some_rows_fast
 
@@ -279,6 +280,19 @@ def test_when_collectives_happen_changes_no_bit(
     for rank, found in enumerate(two.run(job, how, seeds, patience_s=300)):
         assert set(found) == {wanted[rank]}
         assert len(found) == seeds
+
+
+def test_a_durable_run_goes_on(two: World, tmp_path: Path) -> None:
+    places = dict.fromkeys(("params", "gradients", "optimizer"), "nvme")
+    how = How("tied", config={**places, "nvme_path": str(tmp_path), "commit_every": 1})
+    live, found = "tests.ranks_durable.live", []
+    for folder, until in (("run", 2), ("run", 4), ("whole", 4)):
+        other = replace(how, config={**how.config, "durable": str(tmp_path / folder)})
+        found.append(two.run(live, other, Life(until)))
+    for first, second, whole in zip(*found):
+        assert (first[0], second[0]) == (0, 2)
+        assert second[1] == whole[1]
+        assert first[2] + second[2] == whole[2]
 
 
 def test_detach_gives_each_rank_all_of_it(two: World) -> None:

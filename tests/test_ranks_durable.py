@@ -52,7 +52,7 @@ def whole(world: World, how: How, folder: Path) -> list[Any]:
 @pytest.mark.parametrize(
     ("kind", "before", "after", "config"),
     [
-        ("tied", "nvme", "nvme", {}),
+        pytest.param("tied", "nvme", "nvme", {}, marks=pytest.mark.slow),
         pytest.param("plain", "cpu", "nvme", {}, marks=pytest.mark.slow),
         pytest.param("experts", "mixed", "cpu", {"states": "compact"}, marks=pytest.mark.slow),
         pytest.param("adapter", "nvme", "device", {"micro_batches": 2}, marks=pytest.mark.slow),
