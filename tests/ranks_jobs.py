@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import os
 import random
@@ -22,7 +21,6 @@ from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
-import aio
 import cpu_adam
 import offload
 from offload import attachment
@@ -99,9 +97,12 @@ def diverge(rank: int, ranks: int, how: How) -> dict[str, tuple[int, torch.Tenso
         tokens = torch.arange(6, device=next(model.parameters()).device).view(1, 6) + rank
         out = model(tokens, (rank if step % 2 else None))
         out.float().square().mean().backward()
+        first, last = offload.local(model.embed.weight.grad)
+        last = last.clone()
         optimizer.step()
         optimizer.zero_grad()
     found = values_of(model, optimizer)
+    found["last gradient"] = first.start, last
     offload.engine_of(model).close()
     return found
 
@@ -228,24 +229,6 @@ def loaded(rank: int, ranks: int, how: How, folder: str) -> Trained:
     found = Trained([], [], values_of(model, optimizer))
     offload.engine_of(model).close()
     return found
-
-
-def save_in_vain(rank: int, ranks: int, how: How, folder: str) -> str:
-    """Save where the drive of rank 0 is full in the middle; what this rank is told. Then go on."""
-    model, optimizer = _attached(how)
-    _steps(model, optimizer, how, rank, ranks, [0])
-    with pytest.MonkeyPatch.context() as patched:
-        if rank == 0:
-            patched.setattr(aio.Writer, "_send", _full)
-        with pytest.raises((OSError, RuntimeError)) as told:
-            offload.save(model, optimizer, folder)
-    _steps(model, optimizer, how, rank, ranks, [1])
-    offload.engine_of(model).close()
-    return f"{type(told.value).__name__}: {told.value}"
-
-
-def _full(*_: object) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _steps(

@@ -13,9 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import aio
 import offload
 from tests.ranks import MEMORY, How, Model
-from tests.ranks_jobs import _attached
+from tests.ranks_jobs import _attached, _steps
 
 
 def refused(rank: int, ranks: int, how: How) -> list[str]:
@@ -161,3 +162,21 @@ def unreadable(rank: int, ranks: int, how: How, folder: str, on: int) -> tuple[s
 
 def _unreadable(*_: object) -> None:
     raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def save_in_vain(rank: int, ranks: int, how: How, folder: str) -> str:
+    """Save where the drive of rank 0 is full in the middle; what this rank is told. Then go on."""
+    model, optimizer = _attached(how)
+    _steps(model, optimizer, how, rank, ranks, [0])
+    with pytest.MonkeyPatch.context() as patched:
+        if rank == 0:
+            patched.setattr(aio.Writer, "_send", _full)
+        with pytest.raises((OSError, RuntimeError)) as told:
+            offload.save(model, optimizer, folder)
+    _steps(model, optimizer, how, rank, ranks, [1])
+    offload.engine_of(model).close()
+    return f"{type(told.value).__name__}: {told.value}"
+
+
+def _full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
