@@ -160,6 +160,26 @@ class Rank:
         )
         self.backward, self.step = self.model.backward, self.model.step
 
+    def predicted(self, compute_s: float) -> float:
+        """Seconds of a step by the simulator, of which so many are the model's, over the link."""
+        from offload.planning.machine import Machine
+        from offload.program.compile import compile_program
+        from offload.program.ops import Verb
+        from offload.program.simulate import simulate
+
+        units = self.engine.plan.profile.full
+        sizes = [
+            0 if "words" in one.name or "places" in one.name else one.weight_bytes for one in units
+        ]
+
+        def seconds(unit: int, verb: Verb) -> float:
+            """Backward has twice the products of forward."""
+            return compute_s * sizes[unit] / sum(sizes) * (1 if verb is Verb.FORWARD else 2) / 3
+
+        machine = Machine(device_bytes=0, cpu_bytes=0, link_bytes_per_s=GIGABIT)
+        program = compile_program(self.engine.plan)
+        return simulate(program, machine, seconds, updates_in_backward=True).step_seconds
+
     def turn(self, unseen: int, steps: int) -> dict[str, float]:
         """The mean of some steps after others: seconds, those of CPU, and what was sent."""
         marks = []
@@ -221,6 +241,10 @@ class Ranks:
                 raise RuntimeError(" ".join((f"ended with {one.wait()}:", *said)))
             answers.append(json.loads(line))
         return answers
+
+    def predicted(self, compute_s: float) -> float:
+        """See `Rank`."""
+        return float(self._ask("predicted", compute_s)[0])
 
     def turn(self, unseen: int, steps: int) -> dict[str, float]:
         """The worst of the ranks."""
@@ -301,6 +325,8 @@ def row(name: str, found: dict[str, list[dict[str, float]]], made: Ranks, shape:
         told += [", ".join(f"{lane} {took:.3f} s" for lane, took in lanes.items())]
         longest = max(lanes.values())
         told += [shown([one["step"] / longest for one in turns]) + " of the longest"]
+        if compute := lanes.get("compute"):
+            told += [f"{made.predicted(compute) / middle['step']:.3f} of it predicted"]
     elif name.startswith("ours") and name != ALONE:
         for peer in (one for one in PEERS if one in found):
             ratio = median(a["step"] / b["step"] for a, b in zip(turns, found[peer]))
