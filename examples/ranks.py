@@ -55,6 +55,7 @@ rank = dist.get_rank()
 torch.manual_seed(0)  # All ranks build the same model; attach compares.
 model = Model().to(device, torch.bfloat16)
 optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+torch.manual_seed(rank + 1)  # Each rank draws other batches.
 model, optimizer = offload.attach(
     model,
     optimizer,
@@ -62,7 +63,6 @@ model, optimizer = offload.attach(
 )
 
 text = torch.frombuffer(bytearray(Path(__file__).read_bytes() * 20), dtype=torch.uint8)
-torch.manual_seed(rank + 1)  # Each rank draws other batches.
 for step in range(STEPS):
     starts = torch.randint(len(text) - LENGTH, (BATCH, 1))
     window = text[starts + torch.arange(LENGTH + 1)].long().to(device)

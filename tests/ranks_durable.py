@@ -51,7 +51,7 @@ def live(rank: int, ranks: int, how: How, life: Life) -> tuple[int, int, list[fl
     model.mine.fill_(rank)
     engine = offload.engine_of(model)
     begun, user = engine.resumed or (0, {"step": 0})
-    assert user["step"] == begun == engine.steps
+    assert user["step"] == begun == engine.steps == engine.ranks.group.step
     engine.user_state = lambda: {"step": engine.steps}
     if life.slow == rank:
         _slow_down()

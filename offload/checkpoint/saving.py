@@ -452,6 +452,8 @@ def take_over(
             saved = states_of(run).get(parameter.name, {"steps": 0, "slots": {}})
             optimizer.states.count(owner, saved["steps"], saved["slots"])
         engine.steps = run["step"]
+        if engine.ranks is not None:
+            engine.ranks.group.step = engine.steps
         optimizer.take_options(options_of(run))
         rank = 0 if engine.ranks is None else engine.ranks.group.rank
         random = run.get("random_of_ranks", [run["random"]] if "random" in run else [])

@@ -322,7 +322,7 @@ class Group:
                 f"in {self._timeout_s:.0f} s, after step {self.step}: likely it is stopped, or "
                 "waits elsewhere, as in a collective of its own while this rank saves alone, in "
                 "`if rank == 0` or a Trainer without offload.TrainerMixin; end the job, and go on "
-                "from the last checkpoint"
+                "from the last commit or checkpoint"
             )
 
     def _raise_failed(self) -> None:
@@ -333,7 +333,7 @@ class Group:
                 raise EngineError(
                     f"rank {rank} on {told['host']}, process {told['pid']}, failed after step "
                     f"{told['step']}: {told['what']}. This rank cannot go on without it: end the "
-                    "job, and go on from the last checkpoint"
+                    "job, and go on from the last commit or checkpoint"
                 )
 
     def _blame(self) -> EngineError:
@@ -348,7 +348,7 @@ class Group:
             f"{missing} {'are' if ',' in missing else 'is'} gone after step {self.step}, as a "
             f"collective of the offload engine on {socket.gethostname()} failed: likely its "
             "process was killed, has raised or has ended, as where its data ended sooner: see its "
-            "own output; go on from the last checkpoint"
+            "own output; go on from the last commit or checkpoint"
         )
 
     def _missing(self) -> str:
