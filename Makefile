@@ -42,7 +42,7 @@ test-slow: $(READY) $(MODELS) $(VENV)/.minilm
 	$(BIN)/python -m pytest -m "hypothesis and not slow" --hypothesis-profile many --timeout 1800
 
 ranks: $(READY) $(MODELS)
-	$(BIN)/python -m pytest -m "slow or not slow" --timeout 400 $(filter-out %_waits.py,$(wildcard tests/test_ranks*.py)) $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "slow or not slow" --timeout 400 $(filter-out %_waits.py,$(wildcard tests/test_ranks*.py)) $(ARGS)
 
 ranks-all: $(READY) $(MODELS)
 	OFFLOAD_RANKS_ALL=1 $(BIN)/python -m pytest -m "slow or not slow" --timeout 400 tests/test_ranks*.py $(ARGS)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -178,6 +180,37 @@ def test_over_two_levels(tmp_path: Path) -> None:
         assert [one[:2] for one in found] == [(2, one[1]) for one in wanted]
     finally:
         world.close()
+
+
+PROGRAM = r"""
+import sys, torch, offload
+import torch.distributed as dist
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(40, 50), torch.nn.Linear(50, 3))
+optimizer = torch.optim.AdamW(model.parameters())
+model, optimizer = offload.attach(model, optimizer, offload.Config(durable=sys.argv[1]))
+sys.stdout.write(f"from {(offload.engine_of(model).resumed or [0])[0]}\n")
+offload.engine_of(model).user_state = dict
+for step in range(3):
+    model(torch.ones(2, 40)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_a_program_that_comes_to_its_end_without_a_word(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    for begun in (0, 3):
+        done = subprocess.run(
+            [*launch, "program.py", "run"], cwd=tmp_path, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines() == [f"from {begun}"] * 2
+        assert "Error" not in done.stderr
 
 
 @pytest.mark.slow

@@ -122,8 +122,13 @@ def group_store(group: Any) -> Any:
 
     In it a rank that fails tells why, and a collective that fails says only that it did. Nothing
     else serves.
+
+    Raises:
+        RuntimeError: the group was destroyed.
     """
     from torch.distributed import distributed_c10d
 
     chosen = distributed_c10d._get_default_group() if group is None else group
+    if chosen not in distributed_c10d._world.pg_map:
+        raise RuntimeError("the process group was destroyed")
     return distributed_c10d._world.pg_map[chosen][1]
