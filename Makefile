@@ -21,7 +21,7 @@ ACCEPTANCE := $(addprefix tests/test_,contract.py exact.py loops.py hf_loops.py 
 
 help:
 	@echo "make train      train a small GPT on real text (about two minutes on two cores)"
-	@echo "make test       the fast tests (about a minute and a half on two cores)"
+	@echo "make test       the fast tests (about two minutes on two cores)"
 	@echo "make test-slow  the slow tests, and many examples of those that make their own"
 	@echo "make ranks      one to six ranks against one process (about ten minutes)"
 	@echo "make parity     models x placements x loops, and docs/parity.md (about ten minutes)"
