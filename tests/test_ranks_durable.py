@@ -238,6 +238,9 @@ def test_runs_of_one_process_and_of_ranks_are_kept_apart(
     worlds[2].begin(JOB + "attach_alone", of("plain", "cpu", tmp_path / "run"))
     messages = [one.message for one in worlds[2].results()]
     assert all("a durable run over ranks; found one of one process" in one for one in messages)
+    worlds[2].run(JOB + "live", of("plain", "cpu", tmp_path / "other"), Life(1))
+    with pytest.raises(FileExistsError, match="found a part of one over ranks; give another name"):
+        RunDirectory(str(tmp_path / "other" / "rank-0"))
 
 
 def test_which_commit_all_have() -> None:

@@ -89,6 +89,13 @@ class RunDirectory:
             if os.path.exists(self._at(COMMIT)):
                 self.commit, self.committed = read_commit(self.path)
                 self._layout_name = self.commit["layout"]
+                if ("part" in self.commit["run"]) != keeps:
+                    told = "a part of one over ranks" if not keeps else "all of one of one process"
+                    raise FileExistsError(
+                        errno.EEXIST,
+                        f"asked for a durable run; found {told}; give another name",
+                        self.path,
+                    )
                 if not resume:
                     raise FileExistsError(
                         errno.EEXIST,
