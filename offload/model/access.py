@@ -73,8 +73,7 @@ class ParameterAccess:
     @entry
     def _alone(self, call: Callable[[], Any]) -> Any:
         """Do what needs no value that other ranks have."""
-        with self.engine.lock:
-            self.engine.end_broken_pass()
+        with self.engine.call():
             self.engine.snapshots.boundary(self.unit)
             return call()
 
@@ -131,9 +130,7 @@ class ParameterAccess:
         if data is parameter:  # As model.to() assigns what it keeps.
             return
         data = data.detach()
-        with self.engine.lock, no_trap(), torch.no_grad():
-            self.engine.end_broken_pass()
-            self.engine.early.require_step("p.data = ...")
+        with self.engine.call("p.data = ..."), no_trap(), torch.no_grad():
             require_form(self._spec.name, parameter, data)
             mine = self.engine.part(self.unit, self.index, data)
             self.engine.snapshots.put(Key("weight", self.unit, self.index), mine)
@@ -159,9 +156,7 @@ class ParameterAccess:
         """The gradient kept for the parameter; None inside a backward."""
         if in_backward():
             return None
-        with self.engine.lock:
-            self.engine.end_broken_pass()
-            self.engine.early.require_step("p.grad")
+        with self.engine.call("p.grad"):
             found = self.engine.gradients.show(self.unit, self.index)
             at = self.unit, self.index
             return None if found is None else self.engine.shown("gradient", *at, found)
@@ -175,9 +170,7 @@ class ParameterAccess:
             TypeError, ValueError: it does not fit.
         """
         refuse_inside("p.grad = ...")
-        with self.engine.lock:
-            self.engine.end_broken_pass()
-            self.engine.early.require_step("p.grad = ...")
+        with self.engine.call("p.grad = ..."):
             if gradient is not None:
                 gradient = self.engine.part(self.unit, self.index, gradient)
             self.engine.gradients.assign(self.unit, self.index, gradient)

@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -32,6 +32,8 @@ from offload.runtime.stats import Report
 
 STEPS_OF_PEAK = 2
 """So many steps have seen the highest use of the device's memory."""
+
+WHOLE_STATE = "a look at the whole state"
 
 engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 """All engines of the process."""
@@ -343,6 +345,15 @@ class Engine:
         if self.passes.verb is Verb.BACKWARD or self.forward.broken_off:
             self.end_pass(finished=False)
 
+    @contextmanager
+    def call(self, what: str | None = None) -> Iterator[None]:
+        """A context with the lock, and no broken pass; `what` is refused before a due `step()`."""
+        with self.lock:
+            self.end_broken_pass()
+            if what is not None:
+                self.early.require_step(what)
+            yield
+
     def begin_call(self) -> bool:
         """A hooked module is called outside a backward; whether that is the outermost call."""
         self.refuse_intruder()
@@ -402,7 +413,6 @@ class Engine:
 
     def stream_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, values) of every offloaded parameter, one at a time, each in memory of its own."""
-        self._require_step()
         for unit in self.units:
             for index, one in enumerate(unit.spec.parameters):
                 yield one.name, self.values_of(unit.index, index)
@@ -410,8 +420,7 @@ class Engine:
     @entry
     def values_of(self, unit: int, index: int) -> torch.Tensor:
         """The true values of a parameter, in memory of their own, whatever exposed_memory is."""
-        with self.lock:
-            self.end_broken_pass()
+        with self.call(WHOLE_STATE):
             if unit in self.residents:
                 return self.units[unit].parameters[index].detach().clone()
             if (used := self.units[unit].weights) is not None:
@@ -456,15 +465,13 @@ class Engine:
     @entry
     def boundary(self) -> None:
         """Take over the edits of all snapshots, between two passes."""
-        with self.lock:
-            self.end_broken_pass()
+        with self.call():
             if not in_backward() and not self.forward.running:
                 self.snapshots.boundary()
 
     @entry
     def _lend_gradient(self, key: Key) -> Any:
-        with self.lock:
-            self.end_broken_pass()
+        with self.call():
             return self.snapshots.lend(key)
 
     def gradients_of(self, unit: int) -> Gradients | Residents:
@@ -513,16 +520,9 @@ class Engine:
     @entry
     def settle(self) -> None:
         """Block until every update is done; an EngineError tells what went wrong."""
-        with self.lock:
-            self._require_step()
+        with self.call(WHOLE_STATE):
             self.updates.settle()
             self.commits.wait()
-
-    @entry
-    def _require_step(self) -> None:
-        with self.lock:
-            self.end_broken_pass()
-            self.early.require_step("a look at the whole state")
 
     # -- reports and the end ---------------------------------------------------------------------
 
@@ -554,8 +554,7 @@ class Engine:
     @entry
     def commit_end(self, *, alone: bool = True) -> None:
         """The same where this rank comes to its end, maybe `alone`."""
-        with self.lock:
-            self._require_step()
+        with self.call(WHOLE_STATE):
             self.boundary()
             self.commits.commit(alone=alone)
 

@@ -170,9 +170,7 @@ class Optimizer(torch.optim.Optimizer):
             RuntimeError: inside a backward.
         """
         refuse_inside("zero_grad()")
-        with self.engine.lock:
-            self.engine.end_broken_pass()
-            self.engine.early.require_step("zero_grad()")
+        with self.engine.call("zero_grad()"):
             self.engine.early.gave_up()
             self.engine.snapshots.boundary()
             mine: dict[int, list[int]] = {}
@@ -206,8 +204,7 @@ class Optimizer(torch.optim.Optimizer):
     @entry
     def _take_step(self) -> None:
         refuse_inside("step()")
-        with self.engine.lock:
-            self.engine.end_broken_pass()
+        with self.engine.call():
             self._check_model()
             frozen = self._freeze()
             self.engine.step(frozen)
