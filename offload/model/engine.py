@@ -139,14 +139,11 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __deepcopy__(self, memo: object) -> Engine:
-        raise TypeError(
-            "an attached model cannot be copied with its engine: copy it before attach, or build "
-            "a new model and load_state_dict() into it"
-        )
-
     def __reduce__(self) -> Any:
-        raise TypeError("an engine cannot be pickled: save model.state_dict() instead")
+        raise TypeError(
+            "an offload engine cannot be copied or pickled: build a new model, and load "
+            "model.state_dict() into it"
+        )
 
     @property
     def notices(self) -> tuple[str, ...]:

@@ -98,15 +98,12 @@ class Optimizer(torch.optim.Optimizer):
         if hasattr(self, "_hyper_of"):
             self.replace_states([(p, value.get(p, {})) for p in self.parameters()])
 
-    def __deepcopy__(self, memo: object) -> Any:
+    def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
-            "an offloaded optimizer cannot be copied: use its state_dict(); in a module that is "
-            "copied (by Lightning's weight averaging) hold a function that returns it, as "
+            "an offloaded optimizer cannot be copied or pickled: use its state_dict(); in a module "
+            "that is copied (by Lightning's weight averaging) hold a function that returns it, as "
             "examples/lightning_trainer.py does"
         )
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError("an offloaded optimizer cannot be pickled: save its state_dict()")
 
     @property
     def rule(self) -> str:
