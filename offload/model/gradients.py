@@ -26,7 +26,7 @@ from torch import nn
 from cpu_adam import accumulate
 from offload.model.passes import Passes
 from offload.model.snapshots import Key, Snapshots, share
-from offload.model.units import refuse_sparse
+from offload.model.units import refuse_sparse, require_fitting
 from offload.planning.layout import FULL
 from offload.planning.profile import Parameter, Unit
 from offload.program.compile import add_gradient, collect, collected, offload_gradient, passing
@@ -215,13 +215,13 @@ class Gradients:
         """Copy a gradient in, in place of the one that there is, if any.
 
         Raises:
-            ValueError: it does not fit the parameter, or that was frozen at attach.
+            ValueError: it does not fit the parameter.
         """
         if gradient is None:
             self.give_up(unit, parameter)
             return
         kept = self._plan.profile.units[unit].gradient_dtype(parameter)
-        require_fitting(self._parameter(unit, parameter), gradient, kept)
+        require_fitting(self._parameter(unit, parameter), gradient, (getattr(torch, kept),))
         self.units[unit].summed = frozenset()
         if self._shown.get((unit, parameter), lambda: None)() is gradient:
             return  # As `p.grad *= 2` ends.
@@ -297,14 +297,3 @@ def take_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
         gradient: torch.Tensor | None = torchs_own.__get__(parameter)
         torchs_own.__set__(parameter, None)
     return gradient
-
-
-def require_fitting(one: Parameter, gradient: torch.Tensor, kept: str) -> None:
-    """Refuse what cannot be the gradient of a parameter whose sums are of dtype `kept`."""
-    shape, dtype = tuple(gradient.shape), str(gradient.dtype).removeprefix("torch.")
-    if shape != one.shape or dtype not in (one.dtype, kept) or not one.trainable:
-        raise ValueError(
-            f"to {one.name}.grad was assigned a tensor of shape {shape} and {dtype}, but one of "
-            f"{one.shape} and {one.dtype} is needed"
-            f"{'' if one.trainable else ', and it was frozen at attach'}"
-        )

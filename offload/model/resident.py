@@ -34,7 +34,7 @@ from torch import nn
 from cpu_adam.checks import GRADIENT_DTYPES
 from offload.model.early_updates import Step
 from offload.model.parameter import TRUE_AT_REST, AttachedParameter, find
-from offload.model.units import FlatUnit, refuse_sparse, zero_all
+from offload.model.units import FlatUnit, require_fitting, zero_all
 from offload.program.compile import collect
 from offload.runtime.device import Device
 from offload.runtime.entry import entry, uncompiled
@@ -241,11 +241,4 @@ def _check_form(
             f"{one.name} is {form} with strides {parameter.stride()} now, but its states are for "
             f"{attached}, contiguous: resize, convert or move the model before attach"
         )
-    gradient = _gradient(parameter)
-    if gradient.layout is not torch.strided:
-        refuse_sparse(f"the gradient of {one.name}")
-    if gradient.shape != parameter.shape or gradient.dtype not in (parameter.dtype, *dtypes):
-        raise ValueError(
-            f"the gradient of {one.name} is {tuple(gradient.shape)} of {gradient.dtype}, and its "
-            f"states are for {one.shape} of {one.dtype}: assign one of the parameter's form"
-        )
+    require_fitting(one, _gradient(parameter), dtypes)

@@ -27,7 +27,7 @@ from torch import nn
 
 from offload.model.parameter import Binding
 from offload.model.saved_tensors import SavedWeight, Saver
-from offload.planning.profile import Unit
+from offload.planning.profile import Parameter, Unit
 from offload.runtime.memory import typed
 from offload.runtime.torch_internals import no_trap, version
 
@@ -156,15 +156,27 @@ def count_change(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def refuse_sparse(what: str) -> None:
-    """Refuse gradients that are not dense.
-
-    Raises:
-        ValueError: always.
-    """
+    """Refuse gradients that are not dense."""
     raise ValueError(
         f"{what} is sparse, and only dense ones can be offloaded: build the embedding with "
         "sparse=False"
     )
+
+
+def require_fitting(
+    one: Parameter, gradient: torch.Tensor, dtypes: tuple[torch.dtype, ...]
+) -> None:
+    """Refuse what cannot be the gradient of a parameter: of another form, or not of `dtypes`."""
+    shape, dtype = tuple(gradient.shape), gradient.dtype
+    if gradient.layout is not torch.strided:
+        refuse_sparse(f"the gradient of {one.name}")
+    fits = shape == one.shape and dtype in (getattr(torch, one.dtype), *dtypes)
+    if not fits or not one.trainable:
+        raise ValueError(
+            f"to {one.name}.grad was assigned a tensor of shape {shape} and {dtype}, but one of "
+            f"{one.shape} and {one.dtype} is needed"
+            f"{'' if one.trainable else ', and it was frozen at attach'}"
+        )
 
 
 def zero_all(gradients: Iterable[torch.Tensor | None]) -> None:
