@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from cpu_adam.hyper import Hyper
-from offload.model.early_updates import Step
+from offload.model.early_updates import ParameterStep, Step
 from offload.model.resident import PendingUnit, Residents, addresses
 from offload.program.compile import norm, square, update_order
 from offload.program.compile import update as update_op
@@ -219,15 +218,10 @@ _Members = tuple[tuple[int, int], ...]
 """Parameters of a unit that take part in a step, each with its place in the steps."""
 
 
-def _numbered(step: Step) -> tuple[list[tuple[Hyper, int]], dict[int, _Members]]:
-    """What the parameters of a step are updated by, each once, and by unit who by which."""
-    rows, found, members = dict[tuple[int, int], int](), list[tuple[Hyper, int]](), {}
+def _numbered(step: Step) -> tuple[list[ParameterStep], dict[int, _Members]]:
+    """What the parameters of a step are updated by, each once, and by unit which by which."""
+    rows, members = dict[ParameterStep, int](), dict[int, _Members]()
     for unit in sorted(step):
-        mine = []
-        for parameter, one in sorted(step[unit].items()):
-            row = rows.setdefault((id(one.hyper), one.number), len(found))
-            if row == len(found):
-                found.append((one.hyper, one.number))
-            mine.append((parameter, row))
-        members[unit] = tuple(mine)
-    return found, members
+        mine = sorted(step[unit].items())
+        members[unit] = tuple((at, rows.setdefault(one, len(rows))) for at, one in mine)
+    return list(rows), members
