@@ -193,9 +193,6 @@ class Engine:
         """Refuse this thread while another one is inside a forward or backward.
 
         On an accelerator a backward calls hooks on threads of autograd's own.
-
-        Raises:
-            RuntimeError: another one is.
         """
         if threading.get_ident() == self._owner:
             return
@@ -210,11 +207,7 @@ class Engine:
             )
 
     def require_alone(self, what: str) -> None:
-        """Refuse what knows no other ranks.
-
-        Raises:
-            RuntimeError: there are some.
-        """
+        """Refuse what knows no other ranks."""
         if self.ranks is not None:
             raise RuntimeError(
                 f"{what} was asked for a model that is cut over ranks, and is offered with one: on "
@@ -237,14 +230,16 @@ class Engine:
         """The model's forward begins."""
         self.refuse_intruder()
         self.end_pass(finished=False)
-        self.early.require_step("the next forward")
-        self.snapshots.boundary()
         self._open(Verb.FORWARD)
 
     def _open(self, verb: Verb) -> None:
+        self.early.require_step(f"another {verb.value}")
+        self.snapshots.boundary()
         self._owner = threading.get_ident()
         if verb is Verb.FORWARD:
             self.commits.forward_begins()
+        else:
+            self.early.backward_began()
         self.passes.open(verb)
 
     def enter_backward(self) -> int:
@@ -256,9 +251,6 @@ class Engine:
         self.refuse_intruder()
         if self.passes.verb is not Verb.BACKWARD or not self.graph_tasks.running:
             self.end_pass(finished=self.passes.verb is not Verb.BACKWARD)
-            self.early.require_step("another backward")
-            self.snapshots.boundary()
-            self.early.backward_began()
             self._open(Verb.BACKWARD)
         self.graph_tasks.began(task, entry(partial(self._graph_ended, task)))
         return task
@@ -330,11 +322,7 @@ class Engine:
         self.passes.close(finished=finished)  # An update that has begun may wait for what it drops.
 
     def end_broken_pass(self) -> None:
-        """End a pass that an exception or Ctrl-C has broken off; nothing inside one that runs.
-
-        Raises:
-            EngineError, RuntimeError: see `check` and `refuse_intruder`.
-        """
+        """End a pass that an exception or Ctrl-C has broken off; nothing inside one that runs."""
         self.check()
         self.refuse_intruder()
         if in_backward():
@@ -393,8 +381,6 @@ class Engine:
                 self.runner.join(unit.task)
             return
         if self.passes.verb is None:
-            self.early.require_step("the next forward")
-            self.snapshots.boundary()
             self._open(Verb.FORWARD)
         self.active.make_way()
         if unit.index in self.snapshots:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from offload.model.running import in_backward
@@ -52,20 +51,8 @@ class _Compiled(NamedTuple):
     """What the slots hold at the end."""
 
 
-@dataclass(slots=True)
-class _Pass:
-    verb: Verb
-    order: tuple[int, ...]
-    queue: deque[Entry] = field(default_factory=deque)
-    used: list[int] = field(default_factory=list)
-
-
 def refuse_inside(what: str) -> None:
-    """Refuse `what`, which needs all gradients, while some are on their way home.
-
-    Raises:
-        RuntimeError: autograd is running on this thread.
-    """
+    """Refuse `what`, which needs all gradients, while some are on their way home."""
     if in_backward():
         raise RuntimeError(
             f"{what} was called in a hook, inside a backward, but gradients of an offloaded model "
@@ -94,11 +81,12 @@ class Passes:
         self.misses = 0
         self._held: dict[Place, int] = {}
         """Unit that each slot will hold when all that is queued has run."""
-        self._open: _Pass | None = None
+        self.verb: Verb | None = None
+        """Direction of the open pass; None where none is."""
+        self._queue: deque[Entry] = deque()
+        self._used: list[int] = []
         self.position = 0
         """Position in the order of the open pass after the last unit used."""
-        self.verb: Verb | None = None
-        """Direction of the open pass."""
         self.collectives: Any = None
         """Of `parallel`, which stands above; None with one rank."""
         self._steady = dict.fromkeys(orders, True)
@@ -106,65 +94,59 @@ class Passes:
 
     def open(self, verb: Verb) -> None:
         """Begin a pass: queue the fetches of all its units."""
-        assert self._open is None
+        assert self.verb is None
         self.number += 1
-        self.position = 0
         if self.collectives is not None:
             self.collectives.opened(verb, self._held)
-        self._open, self.verb = _Pass(verb, self.orders[verb]), verb
-        self._queue(self._open, 0, whole=self._steady[verb])
+        self.verb = verb
+        self._fetch(0, whole=self._steady[verb])
 
     def close(self, *, finished: bool) -> None:
         """End the pass; the order of a `finished` one is that of the next."""
         self.pause()
-        if self._open is not None and self.collectives is not None:
+        if self.verb is not None and self.collectives is not None:
             self.collectives.closed()
-        ended, self._open, self.verb, self.position = self._open, None, None, 0
-        if ended is None:
+        verb, used = self.verb, tuple(self._used)
+        self.verb, self._used, self.position = None, [], 0
+        if verb is None or not used or not finished:
             return
-        if finished and ended.used:
-            used = tuple(ended.used)
-            self._steady[ended.verb] = self.orders[ended.verb] == used
-            self.orders[ended.verb] = used
-            if ended.verb is Verb.BACKWARD:
-                self._seen = (self.orders[Verb.FORWARD], used)
-            else:
-                ahead, behind = self._seen
-                if ahead != used:
-                    behind = profile_of(self._plan.profile.units, used).backward
-                self.orders[Verb.BACKWARD] = behind
+        self._steady[verb] = self.orders[verb] == used
+        self.orders[verb] = used
+        if verb is Verb.BACKWARD:
+            self._seen = (self.orders[Verb.FORWARD], used)
+        else:
+            ahead, behind = self._seen
+            if ahead != used:
+                behind = profile_of(self._plan.profile.units, used).backward
+            self.orders[Verb.BACKWARD] = behind
 
     def take(self, unit: int) -> Entry:
         """The turn of `unit`, used now by the user's modules."""
-        opened = self._open
-        assert opened is not None
-        opened.used.append(unit)
-        next_in_order = opened.queue and opened.queue[0].unit == unit
-        if not next_in_order and self._at_hand(opened, unit):
-            return self._entry(opened, unit, self.position)
+        self._used.append(unit)
+        next_in_order = self._queue and self._queue[0].unit == unit
+        if not next_in_order and self._at_hand(unit):
+            return self._entry(unit, self.position)
         if not next_in_order:
-            self._resume(opened, unit)
-        entry = opened.queue.popleft()
+            self._resume(unit)
+        entry = self._queue.popleft()
         self.position = entry.position + 1
         return entry
 
     def following(self) -> Entry | None:
         """The next turn, as far as it is known."""
-        return self._open.queue[0] if self._open and self._open.queue else None
+        return self._queue[0] if self._queue else None
 
-    def _at_hand(self, opened: _Pass, unit: int) -> bool:
+    def _at_hand(self, unit: int) -> bool:
         """Whether the weights are where they are used, and nothing queued takes their place."""
         slot = self._plan.slot_in_use(unit)
-        coming = {self._plan.slot_in_use(entry.unit) for entry in opened.queue}
+        coming = {self._plan.slot_in_use(entry.unit) for entry in self._queue}
         if slot is None:
             return coming <= {None}
         return slot not in coming and self._held.get(slot) == unit
 
     def pause(self) -> None:
         """Take back all that is queued and has not begun; the next use goes on from there."""
-        if self._open is None:
-            return
-        queue = self._open.queue
+        queue = self._queue
         self._runner.cancel([task for entry in queue for task in (*entry.fetches, entry.task)])
         for entry in queue:
             if any(task.cancelled for task in entry.fetches):
@@ -180,7 +162,7 @@ class Passes:
 
     def forget(self) -> None:
         """The memory of the tiers is given back, and what the slots hold with it."""
-        assert self._open is None
+        assert self.verb is None
         self._held.clear()
 
     def invalidate(self, unit: int) -> None:
@@ -196,32 +178,37 @@ class Passes:
         self.pause()
         self.invalidate(unit)
 
-    def _resume(self, opened: _Pass, unit: int) -> None:
+    def _order(self) -> tuple[int, ...]:
+        assert self.verb is not None
+        return self.orders[self.verb]
+
+    def _resume(self, unit: int) -> None:
         """Go on from the next turn of `unit` in the order; without one, with it alone first."""
         self.misses += 1
         self.pause()
-        ahead = [*range(self.position, len(opened.order)), *range(self.position)]
-        found = next((at for at in ahead if opened.order[at] == unit), None)
+        order = self._order()
+        ahead = [*range(self.position, len(order)), *range(self.position)]
+        found = next((at for at in ahead if order[at] == unit), None)
         if found is not None:
-            self._queue(opened, found, whole=False)
+            self._fetch(found, whole=False)
         else:
-            opened.queue.append(self._entry(opened, unit, self.position - 1))
-            self._queue(opened, self.position, whole=False)
+            self._queue.append(self._entry(unit, self.position - 1))
+            self._fetch(self.position, whole=False)
 
-    def _queue(self, opened: _Pass, start: int, *, whole: bool) -> None:
+    def _fetch(self, start: int, *, whole: bool) -> None:
         """Queue the turns of all units from a position on."""
-        order = opened.order[start:]
+        order = self._order()[start:]
         if whole:
-            opened.queue += self._entries(opened.verb, order, start)
+            self._queue += self._entries(order, start)
         else:
-            opened.queue += (self._entry(opened, u, at) for at, u in enumerate(order, start))
+            self._queue += (self._entry(unit, at) for at, unit in enumerate(order, start))
 
-    def _entry(self, opened: _Pass, unit: int, position: int) -> Entry:
-        return self._entries(opened.verb, (unit,), position)[0]
+    def _entry(self, unit: int, position: int) -> Entry:
+        return self._entries((unit,), position)[0]
 
-    def _entries(self, verb: Verb, units: tuple[int, ...], position: int) -> list[Entry]:
+    def _entries(self, units: tuple[int, ...], position: int) -> list[Entry]:
         """Queue the fetches of units, unless their slots will hold them, and their computes."""
-        compiled = self._compile(verb, units, position)
+        compiled = self._compile(units, position)
         tasks = self._runner.start(compiled.phase, self.number)
         self._held.update(compiled.held)  # Last: what could not be queued will be in no slot.
         begins = [0, *compiled.ends]
@@ -230,16 +217,17 @@ class Passes:
             for at, (unit, end) in enumerate(zip(units, compiled.ends))
         ]
 
-    def _compile(self, verb: Verb, units: tuple[int, ...], position: int) -> _Compiled:
+    def _compile(self, units: tuple[int, ...], position: int) -> _Compiled:
         every = (
             by[unit] for by in (self._plan.full_weight, self._plan.weight_slot) for unit in units
         )
         slots = dict.fromkeys(filter(None, every))
         held = {slot: self._held[slot] for slot in slots if slot in self._held}
-        key = "pass", verb, units, position, tuple(held.items())
+        key = "pass", self.verb, units, position, tuple(held.items())
 
         def made() -> _Compiled:
-            phase, ends = pass_phase(self._plan, verb, units, position, held)
+            assert self.verb is not None
+            phase, ends = pass_phase(self._plan, self.verb, units, position, held)
             verify_pass(self._plan, phase)
             works = self._runner.works
             written = self._runner.written([(op, works.of(op)) for op in phase.ops])
