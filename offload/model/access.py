@@ -48,11 +48,7 @@ class ParameterAccess:
         args: Any,
         kwargs: Any,
     ) -> Any:
-        """Call `function` while all of `resting` show their true values.
-
-        Raises:
-            RuntimeError: it is being recorded, or gave a parameter other storage.
-        """
+        """Call `function` while all of `resting` show their true values."""
         refuse_recording("an offloaded parameter was used")
         touched: list[ParameterAccess] = [one._offload_access for one in resting]
         if (ranks := touched[0].engine.ranks) is not None:
@@ -121,11 +117,7 @@ class ParameterAccess:
 
     @entry
     def set_data(self, data: torch.Tensor) -> None:
-        """Copy other values in. An alias of the values before keeps what it shows.
-
-        Raises:
-            ValueError: of another shape, dtype or device.
-        """
+        """Copy other values in. An alias of the values before keeps what it shows."""
         parameter = self._flat.parameters[self.index]
         if data is parameter:  # As model.to() assigns what it keeps.
             return
@@ -136,11 +128,7 @@ class ParameterAccess:
             self.engine.snapshots.put(Key("weight", self.unit, self.index), mine)
 
     def set_requires_grad(self, parameter: nn.Parameter, wanted: bool) -> None:
-        """Freeze or unfreeze the parameter.
-
-        Raises:
-            RuntimeError: it was frozen at attach and has no place for a gradient.
-        """
+        """Freeze or unfreeze the parameter."""
         if wanted and not self._spec.trainable:
             raise RuntimeError(
                 f"{self._spec.name} was frozen when the model was attached, so no gradient has a "
@@ -163,12 +151,7 @@ class ParameterAccess:
 
     @entry
     def set_gradient(self, gradient: torch.Tensor | None) -> None:
-        """Copy another gradient in, or give it up.
-
-        Raises:
-            RuntimeError: inside a backward.
-            TypeError, ValueError: it does not fit.
-        """
+        """Copy another gradient in, or give it up."""
         refuse_inside("p.grad = ...")
         with self.engine.call("p.grad = ..."):
             if gradient is not None:

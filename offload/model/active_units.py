@@ -80,11 +80,7 @@ class ActiveUnits:
         self.units.append(unit)
 
     def leave(self, used: Sequence[FlatUnit]) -> None:
-        """A module that uses these units has run: put at rest those that nothing else uses.
-
-        Raises:
-            RuntimeError: a parameter was changed in place meanwhile. All of `used` rest then.
-        """
+        """A module that uses these units has run: put at rest those that nothing else uses."""
         changed = [name for unit in used if unit.weights is not None and (name := unit.changed())]
         for unit in used:
             unit.depth = max(0, unit.depth - 1)
@@ -125,9 +121,6 @@ class ActiveUnits:
 
         A unit that was called inside the forward of another stays with it: their backwards
         interleave.
-
-        Raises:
-            RuntimeError: a parameter of one was changed in place in its backward.
         """
         changed = None
         for unit in list(self.units):
@@ -159,11 +152,7 @@ class ActiveUnits:
         return None
 
     def tensor_of(self, saved: SavedWeight) -> torch.Tensor:
-        """The weight that autograd has saved: in the slot, or in a snapshot.
-
-        Raises:
-            RuntimeError: the parameter was modified after the forward that saved it.
-        """
+        """The weight that autograd has saved: in the slot, or in a snapshot."""
         with self._lock:
             unit = self._all[saved.unit]
             unit.require_version(saved)
@@ -184,11 +173,7 @@ class ActiveUnits:
 
 
 def refuse_change(name: str, verb: str) -> None:
-    """Refuse a parameter that was changed in place while it was in use.
-
-    Raises:
-        RuntimeError: always.
-    """
+    """Refuse a parameter that was changed in place while it was in use."""
     raise RuntimeError(
         f"{name} was changed in place in the {verb} of its own module, where an offloaded weight "
         f"is read-only, and the change is lost: change it between two steps, or outside the {verb}"

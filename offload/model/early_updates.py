@@ -73,11 +73,7 @@ class EarlyUpdates:
         self._now = [{} for _ in self._names]
 
     def gradient_came(self, unit: int, parameter: int) -> None:
-        """A backward has produced a gradient.
-
-        Raises:
-            RuntimeError: the unit's update has begun without it.
-        """
+        """A backward has produced a gradient."""
         self.require_open(unit, "another gradient")
         now = self._now[unit]
         now[parameter] = now.get(parameter, 0) + 1
@@ -105,11 +101,7 @@ class EarlyUpdates:
         self._finished, self._said = 0, False
 
     def stepped(self, step: Step) -> Step:
-        """What of a step has not begun yet; the step is then taken.
-
-        Raises:
-            RuntimeError: the step is not the one that was begun.
-        """
+        """What of a step has not begun yet; the step is then taken."""
         begun = self.begun
         if any(step.get(unit, {}) != steps for unit, steps in begun.items()):
             raise RuntimeError(

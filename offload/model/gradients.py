@@ -80,9 +80,6 @@ class Gradients:
         """Take over a gradient that autograd has just produced.
 
         Returns where it is `passing` with all of its unit, which it completes, else None.
-
-        Raises:
-            ValueError: it is sparse.
         """
         if gradient.layout is not torch.strided:
             refuse_sparse(f"the gradient of {self._parameter(unit, parameter).name}")
@@ -193,11 +190,7 @@ class Gradients:
         return unit in self._snapshots or any(key[0] == unit for key in self._shown)
 
     def show(self, unit: int, parameter: int) -> torch.Tensor | None:
-        """The gradient in the parameter's shape, None where there is none; edits count.
-
-        Raises:
-            MemoryError: the gradient is on nvme, and a snapshot has no room.
-        """
+        """The gradient in the parameter's shape, None where there is none; edits count."""
         if not self.has(unit, parameter):
             return None
         self.units[unit].summed = frozenset()
@@ -212,11 +205,7 @@ class Gradients:
 
     @torch.no_grad()
     def assign(self, unit: int, parameter: int, gradient: torch.Tensor | None) -> None:
-        """Copy a gradient in, in place of the one that there is, if any.
-
-        Raises:
-            ValueError: it does not fit the parameter.
-        """
+        """Copy a gradient in, in place of the one that there is, if any."""
         if gradient is None:
             self.give_up(unit, parameter)
             return

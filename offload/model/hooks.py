@@ -294,11 +294,7 @@ def _collect(
 
 
 def _refuse_create_graph() -> None:
-    """Torch runs a backward with gradients enabled when, and only when, it builds a graph of it.
-
-    Raises:
-        RuntimeError: always.
-    """
+    """Torch runs a backward with gradients enabled when, and only when, it builds a graph of it."""
     raise RuntimeError(
         "create_graph=True needs all weights until the second backward, and offloaded ones move: "
         "compute higher derivatives on a model that is not attached"
@@ -306,11 +302,7 @@ def _refuse_create_graph() -> None:
 
 
 def _refuse_data_parallel() -> None:
-    """Refuse to run inside DistributedDataParallel, to which gradients here never come.
-
-    Raises:
-        RuntimeError: it is called by one.
-    """
+    """Refuse to run inside DistributedDataParallel, to which gradients here never come."""
     if data_parallel() is not None:
         raise RuntimeError(
             "an attached model was called by DistributedDataParallel, which sums gradients over "
@@ -320,11 +312,7 @@ def _refuse_data_parallel() -> None:
 
 
 def _refuse_lost_autocast(model: nn.Module) -> None:
-    """Refuse a model over ranks without the mixed precision that accelerate gives what it prepares.
-
-    Raises:
-        RuntimeError: there is an Accelerator with mixed precision, and no autocast.
-    """
+    """Refuse a model over ranks without the mixed precision that accelerate would give it."""
     accelerate: Any = sys.modules.get("accelerate.state")
     asked = accelerate and accelerate.AcceleratorState._shared_state.get("_mixed_precision")
     kinds = {"cpu", getattr(torch.accelerator.current_accelerator(), "type", "cpu")}
@@ -342,11 +330,7 @@ def _refuse_lost_autocast(model: nn.Module) -> None:
 
 
 def _before_state_dict(engine: Engine, module: nn.Module, prefix: str, *_: object) -> None:
-    """Take over edits, and refuse copies for which there is no memory.
-
-    Raises:
-        MemoryError: less is free than the copies take.
-    """
+    """Take over edits, and refuse copies for which there is no memory."""
     if prefix:  # Of a submodule, inside a call of the user's.
         return
     engine.boundary()

@@ -177,11 +177,7 @@ def _differentiate(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def refuse_hook(parameter: torch.Tensor, hook: object) -> None:
-    """Refuse a hook that would find no gradient.
-
-    Raises:
-        RuntimeError: always.
-    """
+    """Refuse a hook that would find no gradient."""
     raise RuntimeError(
         "register_post_accumulate_grad_hook of an offloaded parameter, whose gradient is "
         "accumulated where it lives: use p.register_hook(), or p.grad after backward"
@@ -189,11 +185,7 @@ def refuse_hook(parameter: torch.Tensor, hook: object) -> None:
 
 
 def _compatible(parameter: OffloadedParameter, other: torch.Tensor) -> bool:
-    """Whether a conversion can be set as `.data`; else torch would register another parameter.
-
-    Raises:
-        RuntimeError: it cannot.
-    """
+    """Whether a conversion can be set as `.data`; else torch would register another parameter."""
     with no_trap():
         if fits_in_place(parameter, other):
             return True

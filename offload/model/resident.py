@@ -89,11 +89,7 @@ class Residents:
     # -- gradients, as `Gradients` has them ------------------------------------------------------
 
     def has(self, unit: int, parameter: int) -> bool:
-        """Whether a parameter has a gradient.
-
-        Raises:
-            RuntimeError: it was frozen at attach.
-        """
+        """Whether a parameter has a gradient."""
         self.wait([unit])
         if self._units[unit].parameters[parameter].grad is None:
             return False
@@ -163,11 +159,7 @@ class Residents:
                 parameter.__class__ = PendingParameter  # type: ignore[assignment]
 
     def wait(self, units: Iterable[int] | None = None) -> None:
-        """Wait for those of `units`, or of all, that are pending, and let them be plain again.
-
-        Raises:
-            EngineError: a lane failed, or the engine was closed.
-        """
+        """Wait for those of `units`, or of all, that are pending, and let them be plain again."""
         if not self._pending:
             return
         with self._lock:

@@ -91,11 +91,7 @@ class SavedTensor(NamedTuple):
     version: int
 
     def unpack(self) -> torch.Tensor:
-        """The tensor.
-
-        Raises:
-            RuntimeError: it was changed in place since, in torch's words.
-        """
+        """The tensor."""
         if (now := version(self.alias)) != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "

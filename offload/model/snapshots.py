@@ -115,11 +115,7 @@ class Snapshots:
         return copies + sum(self._reserved.values())
 
     def tensor(self, key: Key) -> torch.Tensor:
-        """A snapshot of a value, with the edits made since the last boundary.
-
-        Raises:
-            MemoryError: the snapshots that are still held leave no room for it.
-        """
+        """A snapshot of a value, with the edits made since the last boundary."""
         if key.kind == "gradient" and self._some_rest and self._bytes_of(key) <= self._limit_bytes:
             if (found := self._resting.get(key)) is None:
                 with torch.inference_mode(False):

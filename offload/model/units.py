@@ -380,11 +380,7 @@ class FlatUnit:
         return found
 
     def require_version(self, saved: SavedWeight) -> None:
-        """Refuse a weight that is not what was saved.
-
-        Raises:
-            RuntimeError: the parameter was modified after the forward that saved it.
-        """
+        """Refuse a weight that is not what was saved."""
         if version(self._counters[saved.parameter]) != saved.version:
             raise RuntimeError(
                 f"{self.spec.parameters[saved.parameter].name} was modified between a forward and "

@@ -240,11 +240,7 @@ class Optimizer(torch.optim.Optimizer):
         return steps
 
     def _freeze_early(self, unit: int) -> Mapping[int, ParameterStep]:
-        """What the step will do to a unit, asked inside backward; the first asks for all of them.
-
-        Raises:
-            RuntimeError: the step will be refused, and nothing has been updated yet.
-        """
+        """What the step will do to a unit, asked inside backward; the first looks at all groups."""
         residents, number = self.engine.residents, self.engine.passes.number
         if self._early[0] != number:
             for parameter in self.parameters():
@@ -317,11 +313,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @entry
     def replace_states(self, found: Sequence[tuple[nn.Parameter, Mapping[str, Any]]]) -> None:
-        """Take over other states, empty ones of parameters that begin anew.
-
-        Raises:
-            ValueError: one is of another model or optimizer; nothing is changed.
-        """
+        """Take over other states, empty ones of parameters that begin anew."""
         self.engine.settle()
         begun = self.states.steps
         self.import_states(
@@ -333,11 +325,7 @@ class Optimizer(torch.optim.Optimizer):
         )
 
     def import_states(self, found: Sequence[tuple[nn.Parameter, Mapping[str, Any]]]) -> None:
-        """Take over the states of parameters, and make those fresh that are empty.
-
-        Raises:
-            ValueError: one is of another model or optimizer; nothing is changed.
-        """
+        """Take over the states of parameters, and make those fresh that are empty."""
         given, rule = [], self.rule
         for parameter, state in found:
             unit, index = self._places[parameter]
