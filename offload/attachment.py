@@ -515,21 +515,19 @@ class _Attaching:
         free = self.device.free_bytes()  # Snapshots of parameters lie on the device.
         least = max(EXPOSED_BYTES_LEAST, (host_free_bytes() if free is None else free) // 10)
         exposed = self.config.bytes_of("exposed_memory")
-        return Engine(
+        engine = Engine(
             self._units,
             runner,
             nvme_path=self.config.nvme_path,
             exposed_bytes_max=least if exposed is None else exposed,
             micro_batches=self.config.micro_batches,
-            make_updates=partial(Updates, runner, self.config.max_grad_norm),
-            make_ranks=None if self.group is None else self._join,
         )
+        engine.updates = Updates(runner, self.config.max_grad_norm, engine.residents)
+        if self.group is not None:
+            from offload.parallel import together
 
-    def _join(self, engine: Engine) -> tuple[Any, Any]:
-        """What is done with the other ranks, which are seen to have the same model."""
-        from offload.parallel import together
-
-        return together(self.group, engine, self.config)
+            engine.ranks, engine.gradients = together(self.group, engine, self.config)
+        return engine
 
     # -- undoing it --------------------------------------------------------------------------------
 

@@ -84,14 +84,8 @@ class Engine:
         nvme_path: tuple[str, ...],
         exposed_bytes_max: int,
         micro_batches: int | None,
-        make_updates: Callable[[Residents], Any],
-        make_ranks: Callable[[Engine], tuple[Any, Gradients]] | None = None,
     ):
-        """Run `units`, whose values are at home already, by `runner`.
-
-        `make_updates` is given the resident units, whose weights no lane moves; `make_ranks`, with
-        several ranks, the engine as far as it is made, and gives `ranks` and `gradients`.
-        """
+        """Run `units`, whose values are at home already, by `runner`."""
         self.plan, self.nvme_path = runner.plan, nvme_path
         self.units, self.lock = units, threading.RLock()
         self.runner = runner
@@ -100,16 +94,13 @@ class Engine:
         self.snapshots = Snapshots(runner, self.weights_changed, exposed_bytes_max)
         self.snapshots.enter = self._lend_gradient
         self.active = ActiveUnits(runner, self.passes, self.snapshots, units, self.lock, self.check)
-        self.updates = make_updates(self.residents)
+        self.updates: Any
         """Of `optim.update`, which stands above."""
         names, clips = [unit.name for unit in self.plan.profile.units], self.plan.clips
         self.early = EarlyUpdates(micro_batches, names, clips=clips)
+        self.gradients = Gradients(runner, self.passes, self.snapshots)
         self.ranks: Any = None
-        """Of `parallel`, which stands above; None with one rank."""
-        if make_ranks is None:
-            self.gradients = Gradients(runner, self.passes, self.snapshots)
-        else:
-            self.ranks, self.gradients = make_ranks(self)
+        """Of `parallel`, which stands above, as are `gradients` then; None with one rank."""
         self.forward, self.graph_tasks = ForwardCall(), GraphTasks()
         self._owner = threading.get_ident()
         """The thread that began the pass under way, or the last one."""
