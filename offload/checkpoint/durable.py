@@ -86,7 +86,6 @@ class Commits:
         self._model, self._optimizer, self._directory = weakref.ref(model), optimizer, directory
         self._engine: Engine = optimizer.engine
         self._store = self._engine.runner.store
-        optimizer.states.refuse_idle()
         refuse_extra_state(model)
         self._every = every
         plan = self._engine.plan

@@ -375,7 +375,7 @@ def parts_of(engine: Engine, model: nn.Module, optimizer: Optimizer | None, sets
             name = engine.plan.profile.name_of(piece)
             yield WEIGHTS, name, part_of(piece, weights, engine.units[piece.unit].parameters)
             slots = _slots_in(sets, name)
-            if slots and optimizer is not None:
+            if slots and optimizer is not None and record is not None:
                 state = optimizer.states.part(piece, record, scaled=True)
                 yield from ((slot, name, state[slot]) for slot in slots)
     for name, buffer in buffers_of(model):
@@ -522,7 +522,7 @@ def check_run(run: Mapping[str, Any], optimizer: Optimizer, scheduler: Any, aske
     if lost := sorted(frozen & saved["states"].keys()):
         raise ValueError(
             f"{asked}; found states of {', '.join(lost[:3])}, which was frozen when the model was "
-            "attached; attach with it trained, load, detach, freeze it, and attach again"
+            "attached; attach with it trained, load, and freeze it then"
         )
     for owner, one in _parameters(optimizer.engine):
         if one.name not in saved["states"]:

@@ -336,7 +336,7 @@ class Optimizer(torch.optim.Optimizer):
             for name, value in slots.items():
                 if getattr(value, "shape", None) == shape:  # Else it is refused.
                     slots[name] = self.engine.part(unit, index, value)
-            check_state(rule, one.name, one.shape, {**state, **slots})
+            check_state(rule, one, {**state, **slots})
             # torch's SGD counts no steps; what a buffer holds came of one at least.
             steps = int(state.get("step", 1 if slots else 0))
             given.append(((unit, index), slots, steps))

@@ -13,7 +13,7 @@ from cpu_adam.hyper import Hyper, SGDHyper
 from cpu_adam.parameter_state import OPTIONAL, check_rule
 from cpu_adam.reference import cut, views
 from cpu_adam.torch_state import from_plain, plain_dtypes, scales, to_plain
-from offload.planning.profile import Piece
+from offload.planning.profile import Parameter, Piece
 from offload.program.ops import Value
 from offload.runtime.device import CPU
 from offload.runtime.memory import host_tensor
@@ -45,9 +45,6 @@ class States:
         """Steps taken, by unit and parameter."""
         self.buffers: set[ParameterKey] = set()
         """Parameters whose momentum buffer (SGD) holds anything: after a step with momentum."""
-        self._idle: dict[ParameterKey, dict[str, torch.Tensor]] = {}
-        """States given for parameters that were frozen at attach. No tier has a place for them:
-        they are kept for the next attach."""
 
     def format(self, unit: int, parameter: int) -> StateFormat:
         """The state format of a parameter."""
@@ -69,8 +66,6 @@ class States:
         It is on the device where its home is, else in CPU memory: all states together need not
         fit the device.
         """
-        if (unit, parameter) in self._idle:
-            return {name: value.clone() for name, value in self._idle[unit, parameter].items()}
         spec, fmt = self._plan.profile.units[unit], self.format(unit, parameter)
         one = spec.parameters[parameter]
         there_too = self._plan.home("state", unit).tier == "device"
@@ -88,25 +83,13 @@ class States:
             out.pop("momentum_buffer", None)
         return {name: tensor.view(one.shape) for name, tensor in out.items()}
 
-    def refuse_idle(self) -> None:
-        """Raise ValueError where there are states that no tier has a place for."""
-        if self._idle:
-            raise ValueError(
-                "asked for durable; found states of parameters that are frozen, for which no "
-                "record has a place; clear the optimizer's state of them, or unfreeze them"
-            )
-
     def part(
-        self, piece: Piece, record: torch.Tensor | None, *, scaled: bool = False
+        self, piece: Piece, record: torch.Tensor, *, scaled: bool = False
     ) -> dict[str, torch.Tensor]:
         """A piece of a parameter's state as torch has it, 1-D: where it lies, or decoded from the
         record of its chunk, `scaled` with the scales of its groups."""
-        if (idle := self._idle.get((piece.unit, piece.parameter))) is not None:
-            there = slice(piece.parameter_start, piece.parameter_stop)
-            return {name: value.reshape(-1)[there] for name, value in idle.items()}
         chunk = self._plan.profile.units[piece.unit].chunks[piece.chunk]
         fmt = self.format(piece.unit, piece.parameter)
-        assert record is not None
         slots = cut(views(record, fmt, chunk.elements), fmt, piece.chunk_start, piece.elements)
         return to_plain(slots, fmt) | (scales(slots, fmt) if scaled else {})
 
@@ -117,10 +100,6 @@ class States:
         parts: dict[Value, list[Part]] = {}
         for one in given:
             (unit, parameter), state, _ = one
-            if not self._plan.profile.units[unit].parameters[parameter].trainable:
-                self._idle[unit, parameter] = {
-                    name: value.detach().to("cpu", copy=True) for name, value in state.items()
-                }
             for piece in self._pieces(unit, parameter):
                 there = slice(piece.parameter_start, piece.parameter_stop)
                 part = {name: all_.reshape(-1)[there] for name, all_ in state.items()}
@@ -161,9 +140,15 @@ class States:
                 self._runner.clear(Value("state", unit, chunk))
 
 
-def check_state(rule: str, of: str, shape: tuple[int, ...], state: Mapping[str, Any]) -> None:
-    """Refuse what is no state of a parameter, by its name and shape, under the update's `rule`."""
+def check_state(rule: str, of: Parameter, state: Mapping[str, Any]) -> None:
+    """Refuse what is no state of a parameter under the update's `rule`."""
     given = [name for name, value in state.items() if value is not None]
+    if given and not of.trainable:
+        raise ValueError(
+            f"asked for a state of {of.name}; found that it was frozen when the model was "
+            "attached, so no state has a place: freeze it after attach, or drop its state "
+            "(del optimizer.state[parameter]); nothing was loaded"
+        )
     check_rule(rule, state)
     needed = [slot.name for slot in format_for("float32", rule=rule).slots]
     needed = [name for name in needed if name not in OPTIONAL] + ["step"] * (rule == "adam")
@@ -178,10 +163,10 @@ def check_state(rule: str, of: str, shape: tuple[int, ...], state: Mapping[str, 
     for name, value in state.items():
         if name == "step" or value is None:
             continue
-        if tuple(value.shape) != shape:
+        if tuple(value.shape) != of.shape:
             raise ValueError(
-                f"state {name} of {of} has shape {tuple(value.shape)}, the parameter {shape}: it "
-                "is of another model; nothing was loaded"
+                f"state {name} of {of.name} has shape {tuple(value.shape)}, the parameter "
+                f"{of.shape}: it is of another model; nothing was loaded"
             )
         if name == "residue" and not value.is_floating_point():
             check_residue(value)
