@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -39,7 +39,7 @@ from offload.program.compile import collect
 from offload.runtime.device import Device
 from offload.runtime.entry import entry, uncompiled
 from offload.runtime.runner import Runner, Task
-from offload.runtime.torch_internals import no_trap, version
+from offload.runtime.torch_internals import no_trap
 from offload.runtime.works import Flat
 
 _T: Any = torch.Tensor
@@ -53,8 +53,6 @@ class PendingUnit:
     flat: Flat
     task: Task | None = None
     """The update, once it is queued."""
-    versions: list[int] = field(default_factory=list)
-    """Of the gradients that it reads."""
 
 
 def addresses(flat: Flat) -> tuple[int, ...]:
@@ -153,7 +151,6 @@ class Residents:
         """The updates are queued: from here on the units are pending."""
         for unit, one in prepared.items():
             self._pending[unit] = one
-            one.versions = list(map(version, one.flat["gradient"].values()))
             for parameter in one.parameters:
                 parameter._offload_wait = partial(self._touched, unit)  # type: ignore[attr-defined]
                 parameter.__class__ = PendingParameter  # type: ignore[assignment]
@@ -169,20 +166,10 @@ class Residents:
                 self._check()
                 assert one.task is not None
                 self._runner.wait([one.task])
-                if one.versions != list(map(version, one.flat["gradient"].values())):
-                    self._refuse_late_gradient(one)
                 for parameter in one.parameters:
                     parameter.__class__ = nn.Parameter
                     vars(parameter).pop("_offload_wait", None)
                 self._pending.pop(unit, None)
-
-    def _refuse_late_gradient(self, one: PendingUnit) -> None:
-        error = RuntimeError(
-            f"a gradient of {one.parameters[0].shape} was changed after step(), while the update "
-            "read it: likely a backward over a graph from before step(); run all of them before it"
-        )
-        self._runner.fail(error)
-        raise error
 
     @entry
     def _touched(self, unit: int) -> None:
