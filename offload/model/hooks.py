@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.autograd.graph import Node
 
 from offload.model.engine import Engine
 from offload.model.gradients import take_gradient
@@ -49,11 +48,6 @@ class Hooks:
         self._handles: list[Any] = []
         self._prepared: list[nn.Module] = []
         """The model, where accelerate is told that it is prepared."""
-        self._announce = [
-            partial(entry(self._before_backward), unit) if unit.spec.backward else None
-            for unit in engine.units
-        ]
-        """By unit, what a gradient that reaches its output calls, if its backward needs weights."""
         self._destination: Callable[[], object] = lambda: None
         """What `state_dict()` fills."""
         self._copies: dict[tuple[int, int], Callable[[], torch.Tensor | None]] = {}
@@ -68,12 +62,15 @@ class Hooks:
         disable: Any = torch.compiler.disable
         first = Hook(disable(entry(self._enter_root)))
         keep(model.register_forward_pre_hook(first, prepend=True))
-        before, after = entry(self._before_forward), entry(self._after_forward)
         for module, used in announcers.items():
             units = tuple(engine.units[unit] for unit in used)
-            keep(module.register_forward_pre_hook(Hook(before, units), with_kwargs=True))
-            keep(module.register_forward_hook(Hook(after, units), always_call=True))
-        keep(model.register_forward_hook(Hook(entry(self._leave_root)), always_call=True))
+            keep(
+                module.register_forward_pre_hook(
+                    Hook(self._before_forward, units), with_kwargs=True
+                )
+            )
+            keep(module.register_forward_hook(Hook(self._after_forward, units), always_call=True))
+        keep(model.register_forward_hook(Hook(self._leave_root), always_call=True))
         for index, unit in engine.residents.in_lanes.items():
             for module in filter(None, (ref() for ref in unit.modules)):
                 keep(module.register_forward_pre_hook(Hook(engine.residents.called(index))))
@@ -94,15 +91,15 @@ class Hooks:
             if unit.index not in engine.residents
             for index, parameter in enumerate(unit.parameters)
         }
-        copies = entry(self._copy_weights)
         for module in model.modules():
             if own := {n: places[p] for n, p in _own(module) if p in places}:
                 register: Any = module.register_state_dict_post_hook
-                keep(register(Hook(copies, own)))
+                keep(register(Hook(self._copy_weights, own)))
             if own or module is model:
                 saving: Any = module.register_state_dict_pre_hook
                 keep(saving(Hook(_before_state_dict, engine)))
 
+    @entry
     def _copy_weights(
         self,
         own: Mapping[str, tuple[int, int]],
@@ -132,7 +129,7 @@ class Hooks:
         for index, parameter in enumerate(unit.parameters):
             if not (unit.spec.parameters[index].trainable or parameter.requires_grad):
                 continue
-            collect = Hook(entry(_collect), engine, trains, unit.index, index)
+            collect = Hook(_collect, engine, trains, unit.index, index)
             register: Any = torch.Tensor.register_post_accumulate_grad_hook
             with no_trap():
                 self._handles.append(register(parameter, collect))
@@ -161,6 +158,7 @@ class Hooks:
                 self._drop_guards()
                 self._in_forward = True
 
+    @entry
     def _leave_root(self, module: nn.Module, args: Any, output: Any) -> None:
         with self._engine.lock:
             # Torch calls this for a thread that was refused, too.
@@ -176,6 +174,7 @@ class Hooks:
 
     # -- one module -------------------------------------------------------------------------------
 
+    @entry
     def _before_forward(
         self, used: tuple[FlatUnit, ...], module: nn.Module, args: Any, kwargs: Any
     ) -> None:
@@ -192,6 +191,7 @@ class Hooks:
             guard = SavingGuard(engine.active.saved_weight, used, inside)
             self._running.append(_Running(module, guard, (*args, *kwargs.values())))
 
+    @entry
     def _after_forward(
         self, used: tuple[FlatUnit, ...], module: nn.Module, args: Any, output: Any
     ) -> Any:
@@ -207,7 +207,9 @@ class Hooks:
                 tensor = engine.active.outliving(tensor)
                 node = tensor.grad_fn if torch.is_grad_enabled() else None
                 if node is not None and not any(tensor is one for one in run.given):
-                    self._announce_backward(node, used, module)
+                    for unit in (one for one in used if one.spec.backward):
+                        part = unit.part_of(module)
+                        node.register_prehook(partial(self._before_backward, unit, part))
                 return tensor
 
             output = _changed(output, leaving)
@@ -219,12 +221,7 @@ class Hooks:
                 engine.active.release_all(but_used=True)
             return output
 
-    def _announce_backward(self, node: Node, used: tuple[FlatUnit, ...], module: nn.Module) -> None:
-        """Let the node that made a module's output tell that the backward of its units is next."""
-        for unit in used:
-            if (announcement := self._announce[unit.index]) is not None:
-                node.register_prehook(partial(announcement, unit.part_of(module)))
-
+    @entry
     def _before_backward(self, unit: FlatUnit, part: Sequence[int], gradients: object) -> None:
         if torch.is_grad_enabled():
             _refuse_create_graph()
@@ -268,6 +265,7 @@ def _own(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 # -- gradients ---------------------------------------------------------------------------------
 
 
+@entry
 def _collect(
     ref: Callable[[], Engine | None],
     trains: bool,
