@@ -58,8 +58,6 @@ class SavedWeight(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    conjugated: bool
-    """Whether it is a lazy conjugate of what lies there."""
     version: int
     """The parameter's version when it was saved."""
     saver: Saver
@@ -70,7 +68,7 @@ class SavedWeight(NamedTuple):
     @property
     def looks(self) -> tuple[object, ...]:
         """What tells it from others of its unit."""
-        return self[2:8]
+        return self[2:7]
 
     def of(self, base: torch.Tensor) -> torch.Tensor:
         """What it stands for, where `base` has the parameter's values."""
@@ -79,8 +77,7 @@ class SavedWeight(NamedTuple):
             flat = flat[: flat.numel() // self.dtype.itemsize * self.dtype.itemsize]
             base = flat.view(self.dtype)
         start = base.storage_offset() + self.offset // self.dtype.itemsize
-        found = torch.as_strided(base, self.shape, self.stride, start)
-        return found.conj() if self.conjugated else found
+        return torch.as_strided(base, self.shape, self.stride, start)
 
 
 class SavedTensor(NamedTuple):
@@ -151,7 +148,7 @@ class SavingGuard:
 
     def _packed(self, tensor: torch.Tensor) -> SavedWeight | SavedTensor | None:
         """What stands for `tensor`; None where the hooks around these are to keep it."""
-        tensor = tensor.resolve_neg()  # A copy where it is a lazy negative, of an imaginary part.
+        tensor = tensor.resolve_neg().resolve_conj()  # A copy where it is lazily either.
         local = local_part(tensor)
         saved = self._locate(local)
         if saved is not None and local is not tensor:

@@ -357,7 +357,7 @@ class FlatUnit:
         self, resolve: Resolve, parameter: int, offset: int, saved: torch.Tensor
     ) -> SavedWeight:
         """What stands for a tensor that begins `offset` bytes into the weights of a parameter."""
-        looks = saved.dtype, saved.shape, saved.stride(), saved.is_conj()
+        looks = saved.dtype, saved.shape, saved.stride()
         now, saver = version(self._counters[parameter]), self._saver() or self.saver()
         return SavedWeight(resolve, self.index, parameter, offset, *looks, now, saver)
 
