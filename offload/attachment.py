@@ -504,7 +504,7 @@ class _Attaching:
         for index, group in enumerate(self.groups):
             for module in group.modules if index not in self.plan.residents else ():
                 announcers.setdefault(module, []).append(index)
-        hooks = Hooks(engine, self.model)
+        hooks = Hooks(engine)
         hooks.put_on(self.model, announcers, trains=self.optimizer is not None)
         attached[self.model], _attached[self.model] = engine, (hooks, optimizer)
         if hasattr(type(self.model), "save_pretrained"):

@@ -26,7 +26,6 @@ class ParameterAccess:
     """What the trap asks of the engine for one parameter (`parameter.Access`)."""
 
     def __init__(self, engine: Engine, unit: int, index: int):
-        """Of parameter `index` of `unit`."""
         self.engine = engine
         self.unit = unit
         self.index = index

@@ -117,11 +117,8 @@ class ActiveUnits:
         unit.held = True
 
     def release_held(self, graph_task: int, *, but: FlatUnit | None = None) -> None:
-        """Put the units at rest that a graph task holds, but one and those that are lasting.
-
-        A unit that was called inside the forward of another stays with it: their backwards
-        interleave.
-        """
+        """Put the units at rest that a graph task holds, but one, those that were called inside
+        its forward, whose backwards interleave with its own, and those that are lasting."""
         changed = None
         for unit in list(self.units):
             stays = but is not None and unit.nested_with(but)

@@ -139,7 +139,7 @@ class Engine:
     @property
     def notices(self) -> tuple[str, ...]:
         """What the user should know, in sentences; after some steps also how much of the device's
-        memory the activations have left idle, where a larger budget would be filled."""
+        memory is idle, where a larger budget would be filled."""
         if self.steps < STEPS_OF_PEAK:
             return self._notices
         told = self.plan.told_idle(self.runner.device.idle_bytes())
@@ -181,14 +181,11 @@ class Engine:
         return threading.get_ident() == self._owner or in_backward()
 
     def refuse_intruder(self) -> None:
-        """Refuse this thread while another one is inside a forward or backward.
-
-        On an accelerator a backward calls hooks on threads of autograd's own.
-        """
+        """Refuse this thread while another one is inside a forward or backward."""
         if threading.get_ident() == self._owner:
             return
         if in_backward() and not self.runner.device.is_host:
-            return
+            return  # There a backward calls hooks on threads of autograd's own.
         if self.forward.running or self.graph_tasks.go_on:
             raise RuntimeError(
                 f"thread {threading.current_thread().name!r} asked for weights, gradients or "
@@ -554,6 +551,6 @@ class Engine:
 
 
 def _close(runner: Runner, pid: int) -> None:
-    """Close an runner, in the process that made it only."""
+    """Close a runner, in the process that made it only."""
     if os.getpid() == pid:
         runner.close()

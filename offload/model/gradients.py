@@ -58,7 +58,6 @@ class Gradients:
     """The gradients of an engine's streamed parameters."""
 
     def __init__(self, runner: Runner, passes: Passes, snapshots: Snapshots):
-        """None is there; `passes` says where each op stands."""
         self._runner = runner
         self._plan = runner.plan
         self._passes = passes
@@ -77,10 +76,7 @@ class Gradients:
     # -- in backward -----------------------------------------------------------------------------
 
     def collect(self, unit: int, parameter: int, gradient: torch.Tensor) -> Use | None:
-        """Take over a gradient that autograd has just produced.
-
-        Returns where it is `passing` with all of its unit, which it completes, else None.
-        """
+        """Take over a gradient; where it is `passing` with its unit, if it completes that."""
         if gradient.layout is not torch.strided:
             refuse_sparse(f"the gradient of {self._parameter(unit, parameter).name}")
         one = self.units[unit]

@@ -30,16 +30,14 @@ class _Running(NamedTuple):
     module: nn.Module
     guard: SavingGuard
     given: tuple[Any, ...]
-    """The arguments, to know an output that the module only forwards (T5's position bias): it was
-    made by another module, and its gradient comes in the middle of that module's backward, whose
-    weights must stay then."""
+    """The arguments: an output that the module only forwards (T5's position bias) was made by
+    another one, and its gradient comes in the middle of that one's backward."""
 
 
 class Hooks:
     """All hooks of one engine on one model."""
 
-    def __init__(self, engine: Engine, model: nn.Module):
-        """Of `engine`, for `model`; `put_on` puts them there."""
+    def __init__(self, engine: Engine):
         self._engine = engine
         self._running: list[_Running] = []
         """The outermost first."""
@@ -64,12 +62,9 @@ class Hooks:
         keep(model.register_forward_pre_hook(first, prepend=True))
         for module, used in announcers.items():
             units = tuple(engine.units[unit] for unit in used)
-            keep(
-                module.register_forward_pre_hook(
-                    Hook(self._before_forward, units), with_kwargs=True
-                )
-            )
-            keep(module.register_forward_hook(Hook(self._after_forward, units), always_call=True))
+            before, after = Hook(self._before_forward, units), Hook(self._after_forward, units)
+            keep(module.register_forward_pre_hook(before, with_kwargs=True))
+            keep(module.register_forward_hook(after, always_call=True))
         keep(model.register_forward_hook(Hook(self._leave_root), always_call=True))
         for index, unit in engine.residents.in_lanes.items():
             for module in filter(None, (ref() for ref in unit.modules)):
@@ -108,10 +103,7 @@ class Hooks:
         prefix: str,
         metadata: object,
     ) -> None:
-        """A module has written its parameters, `own` those that are streamed, into a dictionary.
-
-        It is given copies in CPU memory, which count against no budget.
-        """
+        """Put copies in CPU memory in the place of streamed parameters, which are `own`."""
         if self._destination() is not state_dict:
             self._destination, self._copies = weakref.ref(state_dict), {}
         for name, place in own.items():
@@ -233,8 +225,8 @@ class Hooks:
 def _changed(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """What a module returns, with `change` done to its tensors.
 
-    These are looked for in tuples, lists, mappings and dataclasses. All but tuples stay the objects
-    that others hold. Objects of other classes, such as caches, have what other modules put there.
+    All but tuples stay the objects that others hold. Objects of other classes, such as caches,
+    have what other modules put there.
     """
     held: list[tuple[Any, Any]]
     if isinstance(tree, torch.Tensor):

@@ -40,8 +40,7 @@ _T: Any = torch.Tensor
 class AttachedParameter(nn.Parameter):
     """A parameter of an attached model, at rest or in use. Copies and pickles of it are plain."""
 
-    _offload_access: Any
-    """Its `access.ParameterAccess`."""
+    _offload_access: Any  # `access.ParameterAccess`
 
     def __deepcopy__(self, memo: object) -> nn.Parameter:
         return nn.Parameter(self.data.clone(), self.requires_grad)
@@ -156,10 +155,8 @@ _BACKWARDS = {one: signature(one) for one in (torch.autograd.grad, torch.autogra
 
 
 def _differentiate(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Run a backward for parameters at rest, given as edges of the graph, which have no class.
-
-    The trap stays on for all that the backward calls: recomputes, and the user's hooks.
-    """
+    """Run a backward for parameters at rest, given as edges of the graph, so that the trap stays
+    on for all that it calls: recomputes, and the user's hooks."""
     given = _BACKWARDS[function].bind(*args, **kwargs).arguments
     outputs, inputs = next(iter(given)), given["inputs"]
     resting = list(find((given[outputs], inputs), OffloadedParameter))

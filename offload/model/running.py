@@ -74,7 +74,6 @@ class GraphTasks:
     """The number of the innermost on this thread; -1 where none runs."""
 
     def __init__(self) -> None:
-        """None is."""
         self._ended: dict[int, Callable[[], object | None]] = {}
 
     def __contains__(self, task: object) -> bool:

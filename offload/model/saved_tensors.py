@@ -109,10 +109,8 @@ class SavingGuard:
         units: Sequence[Any],
         in_backward: bool,
     ):
-        """Guard what is saved from here to `close`, while `units`, of `units.FlatUnit`, are used.
-
-        `locate` tells what stands for a tensor that lies in a unit's weights, None for any other.
-        """
+        """Guard what is saved from here to `close`, while `units`, of `units.FlatUnit`, are used;
+        `locate` tells what stands for a tensor that lies in a unit's weights."""
         self._locate = locate
         self._units = units
         self._in_backward = in_backward

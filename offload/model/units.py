@@ -58,8 +58,8 @@ class Group:
 def partition(model: nn.Module) -> list[Group]:
     """Cut a model into units, in the order of its parameters.
 
-    A child of a `ModuleList` or `Sequential` is a unit with all that is in it; any other module
-    that directly owns parameters is one by itself, and so is a module without containers below.
+    A child of a `ModuleList` or `Sequential` is a unit with all that is in it, and so is a module
+    without containers below; any other that directly owns parameters is one by itself.
     A child that has a list of alike blocks inside (a layer with experts, a stage of layers) is cut
     further, so that each of these is a unit: which of them is used may depend on the data.
     A parameter shared between units is a unit of its own.
@@ -216,15 +216,8 @@ class FlatUnit:
         stand_ins: dict[str, torch.Tensor],
         binding_of: Callable[[nn.Parameter], Binding],
     ):
-        """Know the parameters; `unbind` puts them at rest.
-
-        Args:
-            index: of the unit in the profile.
-            spec: its layout.
-            group: its parameters and modules.
-            stand_ins: a one-element tensor full of NaN per dtype, on the compute device.
-            binding_of: how a parameter has its values.
-        """
+        """Know the parameters; `unbind` puts them at rest, with `stand_ins`: a one-element tensor
+        full of NaN per dtype, on the compute device."""
         self.index = index
         self.spec = spec
         self.parameters = [group.named[p.name] for p in spec.parameters]

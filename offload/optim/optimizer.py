@@ -42,11 +42,8 @@ def give_back(original: torch.optim.Optimizer) -> None:
 
 
 def _let_go(original: torch.optim.Optimizer, *_: object) -> None:
-    """Convert states that were handed back as torch's own optimizer steps with them.
-
-    It keeps no masters, and moments of the parameter's dtype. Until the first step nothing is lost,
-    and the optimizer may be attached again.
-    """
+    """Convert states to moments of the parameter's dtype, without masters, as torch's own optimizer
+    steps with them. Until its first step nothing is lost, and it may be attached again."""
     for parameter, state in original.state.items():
         state.pop("residue", None)
         for name, value in state.items():
@@ -70,10 +67,8 @@ class Optimizer(torch.optim.Optimizer):
         places: Mapping[nn.Parameter, tuple[int, int]],
         check_model: Callable[[], None],
     ):
-        """Take over `original`, whose parameters have the units and indices of `places`.
-
-        `check_model` raises where the model has other parameters than at attach.
-        """
+        """Take over `original`, whose parameters have the units and indices of `places`;
+        `check_model` raises where the model has other parameters than at attach."""
         self.engine = engine
         self.states = states
         self._places = dict(places)
@@ -250,10 +245,8 @@ class Optimizer(torch.optim.Optimizer):
         return self._steps_of(unit, self._early[1].get(unit, ()))
 
     def give_up(self) -> torch.optim.Optimizer:
-        """Hand all states to the optimizer that was attached, which steps by itself again.
-
-        An optimizer of torch cannot step with all of it, see `_let_go`; `CPUAdam` can.
-        """
+        """Hand all states to the optimizer that was attached, which steps by itself again: one of
+        torch by `_let_go`, as it cannot step with all of it."""
         for parameter in list(self.state):
             place, found = self._places[parameter], self.state_of(parameter)
             for name, value in found.items():
@@ -347,7 +340,6 @@ class StateView(MutableMapping[nn.Parameter, Mapping[str, Any]]):
     """What torch code reads as `optimizer.state`: copies, read from the records when asked."""
 
     def __init__(self, optimizer: Optimizer):
-        """Of the parameters of `optimizer`."""
         self._optimizer = optimizer
 
     def __getitem__(self, parameter: nn.Parameter) -> Mapping[str, Any]:

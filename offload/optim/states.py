@@ -31,13 +31,10 @@ Part = tuple[Piece, Mapping[str, torch.Tensor]]
 
 
 class States:
-    """The moments (and residues) of an engine's parameters, and their step numbers.
-
-    Callers have waited for all updates (`Engine.settle`).
-    """
+    """The moments (and residues) of an engine's parameters, and their step numbers, for callers
+    that have waited for all updates (`Engine.settle`)."""
 
     def __init__(self, runner: Runner):
-        """Every parameter at step 0, all states zero."""
         self._runner = runner
         self._chunks = ChunkCache(runner)
         self._plan = runner.plan
@@ -61,11 +58,8 @@ class States:
         return self._plan.profile.locate(one.name) if one.trainable else ()
 
     def read(self, unit: int, parameter: int) -> dict[str, torch.Tensor]:
-        """A parameter's state as torch has it, in the parameter's shape and memory of its own.
-
-        It is on the device where its home is, else in CPU memory: all states together need not
-        fit the device.
-        """
+        """A parameter's state as torch has it, in memory of its own: on the device where its home
+        is, else of the CPU, as all states together need not fit the device."""
         spec, fmt = self._plan.profile.units[unit], self.format(unit, parameter)
         one = spec.parameters[parameter]
         there_too = self._plan.home("state", unit).tier == "device"
@@ -86,16 +80,15 @@ class States:
     def part(
         self, piece: Piece, record: torch.Tensor, *, scaled: bool = False
     ) -> dict[str, torch.Tensor]:
-        """A piece of a parameter's state as torch has it, 1-D: where it lies, or decoded from the
-        record of its chunk, `scaled` with the scales of its groups."""
+        """A piece of a parameter's state as torch has it, 1-D, from the record of its chunk;
+        `scaled` with the scales of its groups."""
         chunk = self._plan.profile.units[piece.unit].chunks[piece.chunk]
         fmt = self.format(piece.unit, piece.parameter)
         slots = cut(views(record, fmt, chunk.elements), fmt, piece.chunk_start, piece.elements)
         return to_plain(slots, fmt) | (scales(slots, fmt) if scaled else {})
 
     def write(self, given: Sequence[Given]) -> None:
-        """Replace states that `check_state` let pass; what is lacking in one becomes zero. Each
-        chunk is written once."""
+        """Replace states that `check_state` let pass, each chunk once."""
         self._chunks.forget()
         parts: dict[Value, list[Part]] = {}
         for one in given:
@@ -118,8 +111,7 @@ class States:
             self.buffers.add(owner)
 
     def write_chunk(self, value: Value, parts: Sequence[Part], pieces: int) -> None:
-        """Put parts of states in their places of a chunk of so many `pieces`, which is read where
-        some of it stays."""
+        """Put parts in their places of a chunk of so many `pieces`, read where some of it stays."""
         chunk = self._plan.profile.units[value.unit].chunks[value.chunk]
         if len(parts) == pieces and self._plan.home("state", value.unit).tier == "nvme":
             record = host_tensor(self._runner.memory.extent(value)[1])

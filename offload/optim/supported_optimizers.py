@@ -84,10 +84,7 @@ def rule_of(optimizer: torch.optim.Optimizer | None) -> str:
 def of_no_group(
     optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, nn.Parameter]]
 ) -> str | None:
-    """What to tell where parameters that require gradients are in no group of `optimizer`.
-
-    They may be added by `add_param_group`, so room for their gradients and states is kept.
-    """
+    """What to tell where parameters that require gradients are in no group of `optimizer`."""
     held = {one for group in optimizer.param_groups for one in group["params"]}
     rest = {p: name for name, p in named if p.requires_grad and p not in held}
     kept = sum(one.nbytes for one in rest)

@@ -77,8 +77,7 @@ class Updates:
     def sum_squares(
         self, unit: int, parameters: frozenset[int], pass_number: int, at: Use | None
     ) -> None:
-        """Queue the sum of the squares of a gradient that has come, which lies `at` its home or on
-        the way there."""
+        """Queue the sum of the squares of a gradient that lies `at` its home, or on the way."""
         runner = self._runner
         if self._next is None:
             assert self._max_grad_norm is not None
@@ -92,13 +91,9 @@ class Updates:
             self._sums += tasks
 
     def issue(self, step: Step, pass_number: int, summed: Mapping[int, Collection[int]]) -> None:
-        """Queue a step, or some units of it, to be done by the deadlines of pass `pass_number`.
-
-        Of the parameters in `summed`, by unit, `sum_squares` was told.
-
-        An error before the first op is queued leaves the step to be taken again. A later one ends
-        the engine.
-        """
+        """Queue a step, or some units of it, to be done by the deadlines of pass `pass_number`; of
+        the parameters in `summed`, by unit, `sum_squares` was told. An error before the first op is
+        queued leaves the step to be taken again, a later one ends the engine."""
         runner, residents = self._runner, self._residents
         due = [unit for unit in self._ops if unit in step]
         streamed = [unit for unit in due if unit not in residents]
