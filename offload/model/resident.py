@@ -24,9 +24,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -45,14 +44,12 @@ from offload.runtime.works import Flat
 _T: Any = torch.Tensor
 
 
-@dataclass(slots=True, eq=False)
-class PendingUnit:
-    """What lanes update of one unit: parameters, and their weights and gradients, flat."""
+class PendingUnit(NamedTuple):
+    """What lanes update of one unit."""
 
     parameters: list[nn.Parameter]
     flat: Flat
-    task: Task | None = None
-    """The update, once it is queued."""
+    task: Task
 
 
 def addresses(flat: Flat) -> tuple[int, ...]:
@@ -134,24 +131,24 @@ class Residents:
 
     # -- pending updates -------------------------------------------------------------------------
 
-    def prepare(self, units: Sequence[int], step: Step, pass_number: int) -> dict[int, PendingUnit]:
+    def prepare(self, units: Sequence[int], step: Step, pass_number: int) -> dict[int, Flat]:
         """What lanes update of `units`, none of them pending any more, is given to the lanes."""
         self.wait(units)
-        runner, found = self._runner, dict[int, PendingUnit]()
+        runner, found = self._runner, dict[int, Flat]()
         for unit in units:
-            mine = self._units[unit].parameters
-            found[unit] = PendingUnit([mine[index] for index in step[unit]], self.flat(unit, step))
+            found[unit] = self.flat(unit, step)
             if not runner.device.is_host:  # For what the user's stream has still to do with them.
                 (task,) = runner.start(runner.moves(collect, unit, -1), pass_number)
                 runner.begin(task)
                 runner.finish(task)
         return found
 
-    def start(self, prepared: Mapping[int, PendingUnit]) -> None:
-        """The updates are queued: from here on the units are pending."""
-        for unit, one in prepared.items():
-            self._pending[unit] = one
-            for parameter in one.parameters:
+    def start(self, prepared: Mapping[int, Flat], step: Step, tasks: Mapping[int, Task]) -> None:
+        """The updates are queued as `tasks`: from here on the units are pending."""
+        for unit, flat in prepared.items():
+            mine = [self._units[unit].parameters[index] for index in step[unit]]
+            self._pending[unit] = PendingUnit(mine, flat, tasks[unit])
+            for parameter in mine:
                 parameter._offload_wait = partial(self._touched, unit)  # type: ignore[attr-defined]
                 parameter.__class__ = PendingParameter  # type: ignore[assignment]
 
@@ -164,7 +161,6 @@ class Residents:
                 if (one := self._pending.get(unit)) is None:
                     continue
                 self._check()
-                assert one.task is not None
                 self._runner.wait([one.task])
                 for parameter in one.parameters:
                     parameter.__class__ = nn.Parameter

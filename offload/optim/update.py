@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from offload.model.early_updates import ParameterStep, Step
-from offload.model.resident import PendingUnit, Residents, addresses
+from offload.model.resident import Residents, addresses
 from offload.program.compile import norm, square, update_order
 from offload.program.compile import update as update_op
 from offload.program.ops import Lane, Op, Use
 from offload.runtime.device import Fence
 from offload.runtime.runner import Runner, Task
-from offload.runtime.works import Job, Work
+from offload.runtime.works import Flat, Job, Work
 
 
 class Updates:
@@ -109,7 +109,7 @@ class Updates:
         steps, members = _numbered(step)
         settings = runner.settings(steps, clip)
         prepared = residents.prepare(pending, step, pass_number)
-        try:
+        with runner.once():  # Half of the weights would be of another step.
             taking = {unit: frozenset(step[unit]) for unit in streamed}
             squared = [(unit, of) for unit, of in taking.items() if summed.get(unit) != of]
             squared = [] if clip is None else squared
@@ -127,13 +127,7 @@ class Updates:
                     runner.finish(self._normed)
             self._update_at_once(at_once, step, members, settings)
             self._pending |= zip(updated, tasks)
-            for unit, task in zip(updated, tasks):
-                if unit in prepared:
-                    prepared[unit].task = task
-            residents.start(prepared)
-        except BaseException as error:
-            runner.fail(error)  # Half of the weights would be of another step.
-            raise
+            residents.start(prepared, step, self._pending)
 
     # -- what the user's thread does itself --------------------------------------------------------
 
@@ -180,11 +174,11 @@ class Updates:
         streamed: tuple[int, ...],
         squared: tuple[tuple[int, frozenset[int]], ...],
         updated: Mapping[int, _Members],
-        prepared: Mapping[int, PendingUnit],
+        prepared: Mapping[int, Flat],
     ) -> Any:
         """The squares that are not summed yet, the norm, and the updates of a step."""
         works = self._runner.works
-        lies = tuple(addresses(one.flat) for one in prepared.values())
+        lies = tuple(map(addresses, prepared.values()))
 
         def made() -> Iterator[tuple[Op, Work | None]]:
             for unit, taking in squared:
@@ -193,8 +187,8 @@ class Updates:
                 one = norm([square(self._plan, unit).writes[0] for unit in streamed])
                 yield one, None if self.shares else works.of(one)
             for unit, members in updated.items():
-                flat = prepared[unit].flat if unit in prepared else None
-                yield self._ops[unit], works.update(self._ops[unit], dict(members), flat)
+                op = self._ops[unit]
+                yield op, works.update(op, dict(members), prepared.get(unit))
 
         if prepared and not self._runner.lasting:  # It would hold what is torch's.
             return self._runner.written(list(made()))
