@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.wait_sites import WAITS, Wait
+from tests.waits import source_of
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("offload", "aio", "cpu_adam", "tests", "examples", "benchmarks")
 
@@ -283,3 +286,8 @@ def test_native_files_know_no_torch_and_kernels_no_library() -> None:
         if path.suffix == ".inc" or path.name == "vector.h" or path.name.startswith("kernel_"):
             kernel = {"kernel.h", "vector.h", "immintrin.h", "arm_neon.h"}
             assert {name for name in included if not name.endswith(".inc")} <= kernel, named(path)
+
+
+@pytest.mark.parametrize("wait", WAITS, ids=lambda wait: wait.name)
+def test_a_wait_that_is_taken_out_is_in_the_source(wait: Wait) -> None:
+    assert source_of(wait)[1].count(wait.present) == 1

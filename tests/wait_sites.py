@@ -114,8 +114,8 @@ WAITS = (
     ),
     Wait(
         "weights: of a unit beside the slot",
-        "model/active_units",
-        '            self._runner.quiesce("weight", unit.index, to_write=False)\n',
+        "runtime/runner",
+        '        self.quiesce("weight", unit, to_write=False)\n',
         "",
         ("test_active_units",),
     ),
@@ -152,7 +152,7 @@ WAITS = (
     Wait(
         "updates: until all are done",
         "optim/update",
-        "        self._runner.wait(self._pending)\n",
+        "        self._runner.wait(self._pending.values())\n",
         "",
     ),
     Wait(

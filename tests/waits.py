@@ -60,11 +60,17 @@ sys.exit(pytest.main(["-x", "-q", "-rfE", "--tb=line", "--timeout=0", "-p", "no:
 _FAILED = re.compile(r"^(?:FAILED|ERROR) tests/(\S+)\.py::(.+?)(?: - (.*))?$", re.MULTILINE)
 
 
+def source_of(wait: Wait) -> tuple[str, str]:
+    """The file of a wait, a native one with its suffix, and its text."""
+    where = wait.file if wait.file.startswith("aio/") else f"offload/{wait.file}"
+    path = where if where.endswith((".cpp", ".h")) else f"{where}.py"
+    return where, (ROOT / path).read_text(encoding="utf-8")
+
+
 def verdict(wait: Wait) -> str:
     """What the tests say of the engine without `wait`."""
-    where = wait.file if wait.file.startswith("aio/") else f"offload/{wait.file}"
+    where, source = source_of(wait)
     native = where.endswith((".cpp", ".h"))
-    source = (ROOT / (where if native else f"{where}.py")).read_text(encoding="utf-8")
     if source.count(wait.present) != 1:
         return f"STALE: its text is there {source.count(wait.present)} times"
     if native:
