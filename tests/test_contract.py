@@ -214,15 +214,6 @@ def test_a_gradient_in_memory_is_shown_in_place(tmp_path: Path) -> None:
         assert same_bits(shown, first + first)
 
 
-def test_a_copy_of_the_model_is_plain(run: Run) -> None:
-    copied = copy.deepcopy(run.model)
-    assert all(type(p) is nn.Parameter for p in copied.parameters())
-    loss = loss_of(copied, tokens())
-    assert torch.equal(loss, loss_of(run.model, tokens()))
-    loss.backward()
-    plain(run, 1)
-
-
 # -- in use ----------------------------------------------------------------------------------------
 
 

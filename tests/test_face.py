@@ -75,23 +75,6 @@ def test_detach_gives_everything_back(placement: tuple[str, str, str], tmp_path:
         offload.detach(model)
 
 
-def test_training_goes_on_with_plain_torch_after_detach(tmp_path: Path) -> None:
-    losses = []
-    for placement in (RESIDENT, ("nvme", "nvme", "nvme")):
-        model = small()
-        mine = adamw(model)
-        _, optimizer = offload.attach(model, mine, config(placement, tmp_path))
-        for seed in range(2):
-            torch_step(model, optimizer, seed)
-        offload.detach(model)
-        losses.append([torch_step(model, mine, seed) for seed in range(2, 5)])
-    model = small()
-    mine = adamw(model)
-    reference = [torch_step(model, mine, seed) for seed in range(5)][2:]
-    assert losses[0] == losses[1]
-    assert losses[0] == pytest.approx(reference, rel=1e-4)
-
-
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
 def test_torch_steps_with_what_a_bfloat16_model_is_handed_back(kind: Any, tmp_path: Path) -> None:
     model = small(torch.bfloat16)
@@ -154,21 +137,6 @@ def test_forward_only(placement: str, tmp_path: Path) -> None:
         offload.detach(model)
         del engine
     loss_of(model, tokens()).backward()
-
-
-def test_attached_twice_is_refused(tmp_path: Path) -> None:
-    model = small()
-    mine = adamw(model)
-    _, optimizer = offload.attach(model, mine, config(MIXED, tmp_path))
-    with pytest.raises(ValueError, match="attached already"):
-        offload.attach(model, mine, config(MIXED, tmp_path))
-    with pytest.raises((ValueError, TypeError)):
-        offload.attach(model, optimizer, config(MIXED, tmp_path))
-    outer = nn.Sequential(model)
-    with pytest.raises(ValueError, match="attached already"):
-        offload.attach(outer, None, config(MIXED, tmp_path))
-    torch_step(model, optimizer)
-    offload.engine_of(model).close()
 
 
 def test_engine_of_and_the_context_manager(tmp_path: Path) -> None:
@@ -301,7 +269,7 @@ def test_copies_and_pickles_are_refused_or_right(tmp_path: Path) -> None:
         for call in (copy.deepcopy, pickle.dumps):
             with pytest.raises(TypeError, match="state_dict"):
                 call(engine)
-            with pytest.raises(TypeError, match="state_dict"):
+            with pytest.raises(TypeError, match=r"state_dict.*hold a function that returns it"):
                 call(optimizer)
         for parameter in (copy.deepcopy(model.norm.weight), copy.copy(model.norm.weight)):
             assert type(parameter) is nn.Parameter

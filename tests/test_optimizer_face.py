@@ -282,18 +282,6 @@ def test_existing_states_and_gradients_are_imported(
         )
 
 
-def test_a_copy_is_refused_with_what_to_do_instead(tmp_path: Path) -> None:
-    """Weight averaging copies the module that holds it."""
-    with attached(MIXED, tmp_path) as run:
-        instead = r"copied or pickled: use its state_dict\(\); .* hold a function that returns it"
-        with pytest.raises(TypeError, match=instead):
-            copy.deepcopy(run.optimizer)
-        with pytest.raises(TypeError, match=instead):
-            torch.save(run.optimizer, tmp_path / "optimizer")
-    example = (Path(__file__).parents[1] / "examples/lightning_trainer.py").read_text("utf-8")
-    assert "self.adam = lambda: adam" in example
-
-
 @pytest.mark.parametrize("spoil", ["no step", "wide residue"])
 def test_a_damaged_state_is_refused_whole(spoil: str, tmp_path: Path) -> None:
     with attached(MIXED, tmp_path) as run:
