@@ -362,7 +362,7 @@ class Engine:
 
     def _use(self, unit: FlatUnit) -> None:
         """Bring a unit into use, in a pass that is opened where there is none."""
-        if unit.between and not unit.held and unit.index in self.snapshots:
+        if unit.between and not unit.held:
             self.snapshots.boundary(unit.index)  # An edit puts it at rest.
         if unit.weights is not None:
             if unit.task is not None:
@@ -371,8 +371,7 @@ class Engine:
         if self.passes.verb is None:
             self._open(Verb.FORWARD)
         self.active.make_way()
-        if unit.index in self.snapshots:
-            self.snapshots.boundary(unit.index)
+        self.snapshots.boundary(unit.index)
         self.active.use(unit)
 
     def weights_changed(self, unit: int) -> None:

@@ -16,7 +16,7 @@ its own first, so it keeps what it showed; a view of it does not, and shows late
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -226,11 +226,10 @@ class Gradients:
         self.units[unit].summed = frozenset()
 
     @torch.no_grad()
-    def zero(self, unit: int, parameters: Collection[int]) -> None:
-        """Make gradients zeros, as `zero_grad(set_to_none=False)` does."""
-        for parameter in parameters:
-            if (gradient := self.show(unit, parameter)) is not None:
-                gradient.zero_()
+    def zero(self, unit: int, parameter: int) -> None:
+        """Make a gradient zeros, as `zero_grad(set_to_none=False)` does."""
+        if (gradient := self.show(unit, parameter)) is not None:
+            gradient.zero_()
 
     def read(self, unit: int, parameter: int) -> torch.Tensor | None:
         """A gradient in memory of its own; None where there is none."""

@@ -33,7 +33,7 @@ from torch import nn
 from cpu_adam.checks import GRADIENT_DTYPES
 from offload.model.early_updates import Step
 from offload.model.parameter import TRUE_AT_REST, AttachedParameter, find
-from offload.model.units import FlatUnit, require_fitting, zero_all
+from offload.model.units import FlatUnit, require_fitting
 from offload.program.compile import collect
 from offload.runtime.device import Device
 from offload.runtime.entry import entry, uncompiled
@@ -106,10 +106,14 @@ class Residents:
         """Let a parameter have no gradient."""
         self._units[unit].parameters[parameter].grad = None
 
-    def zero(self, unit: int, parameters: Iterable[int]) -> None:
-        """Make gradients zeros."""
-        mine = self._units[unit].parameters
-        zero_all(mine[parameter].grad for parameter in parameters)
+    def zero(self, unit: int, parameter: int) -> None:
+        """Make a gradient zeros, as torch.optim does."""
+        if (gradient := self._units[unit].parameters[parameter].grad) is not None:
+            if gradient.grad_fn is not None:
+                gradient.detach_()
+            else:
+                gradient.requires_grad_(False)
+            gradient.zero_()
 
     # -- the step ---------------------------------------------------------------------------------
 

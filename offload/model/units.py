@@ -179,17 +179,6 @@ def require_fitting(
         )
 
 
-def zero_all(gradients: Iterable[torch.Tensor | None]) -> None:
-    """Make gradients zeros, as torch.optim does."""
-    for gradient in gradients:
-        if gradient is not None:
-            if gradient.grad_fn is not None:
-                gradient.detach_()
-            else:
-                gradient.requires_grad_(False)
-            gradient.zero_()
-
-
 Resolve = Callable[[SavedWeight], torch.Tensor]
 
 

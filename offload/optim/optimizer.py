@@ -165,20 +165,13 @@ class Optimizer(torch.optim.Optimizer):
         with self.engine.call("zero_grad()"):
             self.engine.early.gave_up()
             self.engine.snapshots.boundary()
-            mine: dict[int, list[int]] = {}
             for parameter in (one for group in self.param_groups for one in group["params"]):
                 if parameter in self._places:
                     unit, index = self._places[parameter]
-                    mine.setdefault(unit, []).append(index)
+                    gradients = self.engine.gradients_of(unit)
+                    (gradients.give_up if set_to_none else gradients.zero)(unit, index)
                 elif set_to_none:  # An empty one: zeros it has none.
                     parameter.grad = None
-            for unit, indices in mine.items():
-                gradients = self.engine.gradients_of(unit)
-                if not set_to_none:
-                    gradients.zero(unit, indices)
-                    continue
-                for index in indices:
-                    gradients.give_up(unit, index)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Freeze one step and return; the update runs after it, see `updates`.
