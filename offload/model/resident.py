@@ -86,21 +86,15 @@ class Residents:
     def has(self, unit: int, parameter: int) -> bool:
         """Whether a parameter has a gradient."""
         self.wait([unit])
-        if self._units[unit].parameters[parameter].grad is None:
+        spec, one = self._units[unit].spec.parameters[parameter], self._units[unit].parameters
+        if one[parameter].grad is None:
             return False
-        self.require_place(unit, parameter)
-        return True
-
-    def require_place(self, unit: int, parameter: int) -> None:
-        """Refuse a parameter that would be updated, or will be, and has no state."""
-        spec, mine = self._units[unit].spec.parameters[parameter], self._units[unit].parameters
-        if not spec.trainable and (
-            mine[parameter].requires_grad or mine[parameter].grad is not None
-        ):
+        if not spec.trainable:
             raise RuntimeError(
-                f"{spec.name} has a gradient, or requires one, but was frozen when the model was "
-                "attached, so no state has a place: detach(), unfreeze, and attach again"
+                f"{spec.name} has a gradient, but was frozen when the model was attached, so no "
+                "state has a place: set its grad to None; or detach(), unfreeze, and attach again"
             )
+        return True
 
     def give_up(self, unit: int, parameter: int) -> None:
         """Let a parameter have no gradient."""

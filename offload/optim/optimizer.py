@@ -229,11 +229,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def _freeze_early(self, unit: int) -> Mapping[int, ParameterStep]:
         """What the step will do to a unit, asked inside backward; the first looks at all groups."""
-        residents, number = self.engine.residents, self.engine.passes.number
+        number = self.engine.passes.number
         if self._early[0] != number:
-            for parameter in self.parameters():
-                if self._places[parameter][0] in residents:
-                    residents.require_place(*self._places[parameter])
             self._early = number, self._by_unit()
         return self._steps_of(unit, self._early[1].get(unit, ()))
 
