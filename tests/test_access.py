@@ -269,7 +269,6 @@ REFUSED: dict[str, Callable[[Any, nn.Module], Any]] = {
     "shape": lambda p, model: setattr(p, "data", torch.zeros(4)),
     "dtype": lambda p, model: setattr(p, "data", torch.zeros(128, 32, dtype=torch.float64)),
     "resize_": lambda p, model: p.resize_(2, 2),
-    "transposed": lambda p, model: p.data.t_() and p.t_(),
     "half()": lambda p, model: model.half(),
     "double()": lambda p, model: model.double(),
     "gradient's shape": lambda p, model: setattr(p, "grad", torch.zeros(3)),

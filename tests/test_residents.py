@@ -17,13 +17,12 @@ from cpu_adam import CPUAdam
 from offload.cli.breakdown import breakdown
 from offload.recording import run_of
 from tests.covering import by_turns
-from tests.small import adamw, config, small, tokens, torch_step
+from tests.small import config, small, tokens, torch_step
 from tests.training import (
     RESIDENT,
     Run,
     assert_same,
     attached,
-    batch,
     in_turn,
     plain,
     same_bits,
@@ -270,15 +269,3 @@ def test_a_pass_counts_as_the_models_time(tmp_path: Path) -> None:
 def two_passes(run: Run) -> None:
     for _ in range(2):
         run.loss().backward()
-
-
-def test_forward_only(tmp_path: Path) -> None:
-    model = small()
-    wanted = model(batch(torch.Generator().manual_seed(1)))
-    offload.attach(model, None, config(RESIDENT, tmp_path))
-    found = model(batch(torch.Generator().manual_seed(1)))
-    assert torch.equal(found, wanted)
-    with pytest.raises(RuntimeError, match="attached without an optimizer"):
-        found.sum().backward()
-    offload.detach(model)
-    adamw(model)

@@ -79,19 +79,12 @@ class ParameterAccess:
         if snapshot is None:
             yield
             return
-        flat, parameter = self._flat, self._flat.parameters[self.index]
+        flat = self._flat
         flat.lend(self.index, snapshot)
         try:
             yield
         finally:
-            with no_trap():
-                kept = parameter.data_ptr() == snapshot.data_ptr() and _alike(parameter, snapshot)
             flat.lend(self.index, flat.stand_ins[self.index])
-            if not kept:
-                raise RuntimeError(
-                    f"{self._spec.name} was given other storage, shape or dtype, and of an "
-                    "offloaded parameter only the values can change: detach() first"
-                )
 
     @entry
     def _snapshot(self) -> torch.Tensor | None:
@@ -160,8 +153,9 @@ class ParameterAccess:
 
 def require_form(name: str, wanted: torch.Tensor, found: torch.Tensor) -> None:
     """Refuse a tensor that is not of the form that a parameter had at attach."""
-    same = found.device.type == wanted.device.type and (found.dim() < 2 or found.is_contiguous())
-    if not (same and _alike(wanted, found)):
+    same = found.shape == wanted.shape and found.dtype == wanted.dtype
+    there = found.device.type == wanted.device.type
+    if not (same and there and (found.dim() < 2 or found.is_contiguous())):
         form, kept = (
             f"{tuple(one.shape)} of {one.dtype} on {one.device}, strides {one.stride()}"
             for one in (found, wanted)
@@ -170,10 +164,6 @@ def require_form(name: str, wanted: torch.Tensor, found: torch.Tensor) -> None:
             f"{name} was given values of shape {form}, but was attached as {kept}; likely the "
             "model was resized or converted: do that before attach, or after offload.detach(model)"
         )
-
-
-def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype
 
 
 def _saved_of(touched: Sequence[ParameterAccess], tensor: torch.Tensor) -> SavedWeight | None:
