@@ -25,7 +25,7 @@ from offload.planning.layout import Buffer, Place, Plan
 from offload.planning.profile import BLOCK_BYTES, KINDS
 from offload.planning.tiers import TIERS
 from offload.program.ops import FACTOR, Phase, Program, Use, Value, Verb, cells
-from offload.program.schedule import Scoreboard
+from offload.program.schedule import Scoreboard, Task
 from offload.program.verify import (
     ProgramError,
     Walk,
@@ -114,11 +114,11 @@ def check_slots(plan: Plan) -> None:
 
 def waits_of(phase: Phase) -> list[list[int]]:
     """By op of a phase, the indices of the earlier ones that it waits for."""
-    board, found = Scoreboard[int](), list[list[int]]()
+    board, found = Scoreboard[Task](), list[list[int]]()
     for index, op in enumerate(phase.ops):
-        touched = list(cells(op.reads)), list(cells(op.writes))
-        found.append(sorted(board.waits(*touched)))
-        board.note(index, *touched)
+        task, touched = Task(op, (0, 0), index), (list(cells(op.reads)), list(cells(op.writes)))
+        found.append(sorted(other.serial for other in board.waits(*touched)))
+        board.note(task, *touched)
     return found
 
 
@@ -133,7 +133,7 @@ class _Proof(Walk):
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan, {})
         # Races: by op, numbered along the phases; then by what uses share.
-        self._board: Scoreboard[int] = Scoreboard()
+        self._board: Scoreboard[Task] = Scoreboard()
         self._waits: list[set[int]] = []
         self._writer: dict[object, int] = {}
         self._readers: dict[object, list[int]] = {}
@@ -210,8 +210,8 @@ class _Proof(Walk):
         """The op must wait for every earlier one that it would race with; its number."""
         op, own = self.op, len(self._waits)
         touched = list(cells(op.reads)), list(cells(op.writes))
-        self._waits.append(set(self._board.waits(*touched)))
-        self._board.note(own, *touched)
+        self._waits.append({other.serial for other in self._board.waits(*touched)})
+        self._board.note(Task(op, (0, 0), own), *touched)
         reads, writes = _shared(op.reads), _shared(op.writes)
         sharers = [(cell, self._writer.get(cell, own)) for cell in (*reads, *writes)]
         sharers += [(cell, reader) for cell in writes for reader in self._readers.get(cell, ())]

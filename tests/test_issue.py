@@ -207,11 +207,7 @@ def test_every_loop_issues_the_phases_as_run(
 def longest(engine: offload.Engine) -> int:
     """Of the reference, as the native runner keeps the same."""
     lanes: Any = engine.runner._lanes
-    kept = (
-        sum(len(since.reads) + (since.write is not None) for since in accesses)
-        for accesses in lanes._board._accesses.values()
-    )
-    return max(kept, default=0)
+    return max(map(len, lanes._board._accesses.values()), default=0)
 
 
 @pytest.fixture

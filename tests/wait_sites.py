@@ -89,12 +89,6 @@ WAITS = (
         "",
     ),
     Wait(
-        "order: past a write that may be taken back",
-        "runtime/src/board.h",
-        "                if (!other.wrote || !other.task->begun()) continue;\n",
-        "                if (!other.wrote) continue;\n",
-    ),
-    Wait(
         "home: after a write",
         "runtime/runner",
         "                self.drain()\n",

@@ -17,12 +17,11 @@ from __future__ import annotations
 
 import gc
 import heapq
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from enum import Enum
 from itertools import dropwhile
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from offload.program.ops import OF_USER, Lane, Op
 
@@ -48,19 +47,14 @@ class State(Enum):
     DONE = "done"
     CANCELLED = "cancelled"
 
-    __hash__ = object.__hash__
-    """Enum's own is a function of Python, and tasks are asked for their state all the time."""
 
-
-_RUNNING, _DONE, _CANCELLED = State.RUNNING, State.DONE, State.CANCELLED
-
-_LEGAL = {
+_LEGAL = (
     (State.WAITING, State.READY),
     (State.READY, State.RUNNING),
     (State.RUNNING, State.DONE),
     (State.WAITING, State.CANCELLED),
     (State.READY, State.CANCELLED),
-}
+)
 
 Key = tuple[int, int]
 """Urgency: (number of the pass, position in it); smaller goes first."""
@@ -68,20 +62,6 @@ Key = tuple[int, int]
 
 class Task:
     """One op in one step."""
-
-    __slots__ = (
-        "begun",
-        "cancelled",
-        "followers",
-        "key",
-        "missing",
-        "of_user",
-        "op",
-        "over",
-        "serial",
-        "state",
-        "waits",
-    )
 
     def __init__(self, op: Op, key: Key, serial: int):
         self.op, self.key, self.serial = op, key, serial
@@ -93,107 +73,68 @@ class Task:
         self.waits: list[Task] = []
         """Those it still waits for, or waited for."""
         self.state = State.WAITING
-        self.begun = self.cancelled = self.over = False
-        """Whether it is too late to cancel it, it was taken back, nobody needs to wait for it."""
 
     def go(self, state: State) -> None:
         """Move to `state`."""
         assert (self.state, state) in _LEGAL, (self.state, state, self.op)
-        self.begun = state is _RUNNING or state is _DONE
-        self.cancelled = state is _CANCELLED
         self.state = state
-        self.over = state is _DONE or state is _CANCELLED
+
+    @property
+    def begun(self) -> bool:
+        """Whether it is too late to cancel it."""
+        return self.state is State.RUNNING or self.state is State.DONE
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether it was taken back."""
+        return self.state is State.CANCELLED
+
+    @property
+    def over(self) -> bool:
+        """Whether nobody needs to wait for it."""
+        return self.state is State.DONE or self.state is State.CANCELLED
 
 
-Access = TypeVar("Access")
+Follower = TypeVar("Follower", bound=Any)
+"""A task that tells whether it is `over` and `cancelled`, as `Task` does."""
 
 
-@dataclass(slots=True)
-class _Since(Generic[Access]):
-    """A write of a place, None for whatever came before, and the reads since."""
-
-    write: Access | None
-    reads: list[Access] = field(default_factory=list)
-
-
-class Scoreboard(Generic[Access]):
-    """Which tasks last wrote and since read every place, and so whom a new op must wait for.
+class Scoreboard(Generic[Follower]):
+    """Which tasks last touched every place, and so whom a new one must wait for.
 
     A task that is taken back orders nobody: who comes after it waits for those before it. So the
-    accesses of a place are kept from the last write on that can no longer be taken back.
-
-    Many places are only ever read, so tasks that nobody needs to wait for any more are dropped as
-    new ones come: what is kept of a place is what is under way there, and a few.
+    accesses of a place are kept from the first one on that is not over.
     """
 
-    def __init__(
-        self,
-        *,
-        taken_back: Callable[[Access], bool] = lambda task: False,
-        fixed: Callable[[Access], bool] = lambda task: True,
-        settled: Callable[[Access], bool] = lambda task: False,
-    ) -> None:
-        """No access yet.
+    def __init__(self) -> None:
+        """No access yet."""
+        self._accesses: dict[object, list[tuple[Follower, bool]]] = {}
+        """Of every place, in order: the task, and whether it writes."""
 
-        Args:
-            taken_back: whether a task will never run.
-            fixed: whether it will never be taken back.
-            settled: whether it is over, so that waiting for it is waiting for nothing.
-        """
-        self._taken_back = taken_back
-        self._fixed = fixed
-        self._settled = settled
-        self._accesses: dict[object, list[_Since[Access]]] = {}
-
-    def waits(self, reads: Iterable[object], writes: Iterable[object]) -> list[Access]:
+    def waits(self, reads: Iterable[object], writes: Iterable[object]) -> list[Follower]:
         """Tasks to wait for: a read waits for the last write, a write for that and all reads."""
-        found: dict[Access, None] = {}
-        get, taken_back = self._accesses.get, self._taken_back
+        found: dict[Follower, None] = {}
         for cells, writing in ((reads, False), (writes, True)):
             for cell in cells:
-                for since in reversed(get(cell, ())):
-                    if writing:
-                        for task in reversed(since.reads):
-                            if not taken_back(task):
-                                found[task] = None
-                    if since.write is not None and not taken_back(since.write):
-                        found[since.write] = None
-                        break
+                for task, wrote in reversed(self._accesses.get(cell, ())):
+                    if (wrote or writing) and not task.cancelled:
+                        found[task] = None
+                        if wrote:
+                            break
         return list(found)
 
-    def all(self) -> list[Access]:
+    def all(self) -> list[Follower]:
         """Tasks to wait for before anybody else has the places."""
         return self.waits((), tuple(self._accesses))
 
-    def note(self, task: Access, reads: Iterable[object], writes: Iterable[object]) -> None:
+    def note(self, task: Follower, reads: Iterable[object], writes: Iterable[object]) -> None:
         """Record that `task` reads and writes these cells, after everything noted before."""
-        for cell in reads:
-            self._unsettled(cell)[-1].reads.append(task)
-        for cell in writes:
-            before = self._unsettled(cell)
-            before.append(_Since(task))
-            for index in range(len(before) - 1, 0, -1):
-                other = before[index].write
-                if other is not None and self._fixed(other) and not self._taken_back(other):
-                    del before[:index]
-                    break
-
-    def _unsettled(self, cell: object) -> list[_Since[Access]]:
-        """The accesses of a place, from the first one that is not settled."""
-        accesses = self._accesses.setdefault(cell, [])
-        while accesses:
-            first, settled = accesses[0], self._settled
-            if first.write is not None and not settled(first.write):
-                break
-            first.write = None
-            if first.reads and settled(first.reads[0]):
-                first.reads[:] = dropwhile(settled, first.reads)
-            if first.reads:
-                break
-            del accesses[0]
-        if not accesses:
-            accesses.append(_Since(None))
-        return accesses
+        for cells, writing in ((reads, False), (writes, True)):
+            for cell in cells:
+                accesses = self._accesses.setdefault(cell, [])
+                if accesses and accesses[0][0].over:
+                    accesses[:] = dropwhile(lambda access: access[0].over, accesses)
+                accesses.append((task, writing))
 
 
 class Schedule:

@@ -136,8 +136,6 @@ _PCIE = Lane.COMM, Lane.H2D, Lane.D2H
 class _Task(Task):
     """One op in one step, and when it runs."""
 
-    __slots__ = ("left", "pace", "phase", "seconds", "since", "start", "step", "stop")
-
     phase: str
     step: int
     seconds: float
@@ -165,7 +163,7 @@ class _Simulation:
         """The forward of a later micro-batch: it finds some weights in their slots."""
         self._compute, self._ranks = seconds, program.plan.profile.sharding.ranks
         self._templates: dict[int, tuple[list[object], list[object], list[_Piece]]] = {}
-        self._board: Scoreboard[Task] = Scoreboard(settled=lambda task: task.over)
+        self._board: Scoreboard[Task] = Scoreboard()
         self._schedule = Schedule()
         self._serial = 0
         self._now = 0.0

@@ -14,7 +14,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -115,11 +114,7 @@ class Reference:
         self._plan, self._store, self._device = plan, store, device
         self._workspace, self._pace = workspace, pace
         self._serial = itertools.count(1)
-        self._board: Scoreboard[Task] = Scoreboard(
-            taken_back=attrgetter("cancelled"),
-            fixed=attrgetter("begun"),
-            settled=attrgetter("over"),
-        )
+        self._board: Scoreboard[Task] = Scoreboard()
         self.touching, self.all = self._board.waits, self._board.all
         self.failed = False
         """Whether a work has failed: nothing more is done."""

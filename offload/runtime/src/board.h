@@ -28,17 +28,8 @@ public:
     }
 
     void note(const TaskPtr& task, const Cells& reads, const Cells& writes) {
-        for (const int cell : reads) unsettled(cell).push_back({task, false});
-        for (const int cell : writes) {
-            std::vector<Access>& before = unsettled(cell);
-            before.push_back({task, true});
-            for (size_t index = before.size() - 1; index-- > 1;) {
-                const Access& other = before[index];
-                if (!other.wrote || !other.task->begun()) continue;
-                before.erase(before.begin(), before.begin() + std::ptrdiff_t(index));
-                break;
-            }
-        }
+        for (const int cell : reads) under_way(cell).push_back({task, false});
+        for (const int cell : writes) under_way(cell).push_back({task, true});
     }
 
 private:
@@ -61,7 +52,7 @@ private:
     }
 
     // The accesses of a place, from the first on that is not over.
-    std::vector<Access>& unsettled(int cell) {
+    std::vector<Access>& under_way(int cell) {
         if (size_t(cell) >= places_.size()) places_.resize(size_t(cell) + 1);
         std::vector<Access>& place = places_[size_t(cell)];
         const auto open = std::ranges::find_if(
