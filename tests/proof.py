@@ -1,7 +1,7 @@
 """Prove on the plain data that a whole program cannot go wrong, or name the op that breaks a rule.
 
 First, rules of the plan and of single ops: homes and slots are disjoint and inside their budgets,
-and each op keeps the rules of `offload.program.verify`.
+and each op finds its values where they are.
 
 Second, races. A chain of phases in which every legal pair of neighbours occurs is walked op by op.
 The waits are those of `Scoreboard`, as when the engine runs. An op must reach, through waits, every
@@ -29,11 +29,9 @@ from offload.program.schedule import Scoreboard, Task
 from offload.program.verify import (
     ProgramError,
     Walk,
-    broken_by,
     misfit,
     op_text,
     place_text,
-    reach,
     value_text,
 )
 
@@ -62,7 +60,7 @@ def verify(program: Program) -> None:
     check_slots(plan)
     for phase in program.phases.values():
         for index, op in enumerate(phase.ops):
-            if rule := broken_by(plan, op):
+            for rule in filter(None, (misfit(plan, use) for use in (*op.reads, *op.writes))):
                 raise ProgramError(rule, phase.name, index, op_text(plan, op))
     walk = _Proof(plan)
     for name in CHAIN:
@@ -101,7 +99,8 @@ def check_slots(plan: Plan) -> None:
     for kind, slots in zip(KINDS, (plan.weight_slot, plan.gradient_slot)):
         sharing = Counter(slots)
         for u, (unit, place) in enumerate(zip(plan.profile.units, slots)):
-            away = plan.bytes_of(kind, u) > 0 and plan.home(kind, u).tier not in reach(plan, kind)
+            reached = ("device", "cpu") if plan.in_place and kind == "gradient" else ("device",)
+            away = plan.bytes_of(kind, u) > 0 and plan.home(kind, u).tier not in reached
             if (place.tier if place else "") != ("device" if away else ""):
                 raise ProgramError(
                     f"{kind} of {unit.name} needs a device slot: {away}; has {place}"
