@@ -103,32 +103,27 @@ def interruptible() -> Iterator[None]:
 
 def entry(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """Make `function` a call from the user's code into the engine, see [Note: Entry]."""
-    disable: Any = torch.compiler.disable
-    alone: Callable[Parameters, Result] = disable(function)
 
+    @uncompiled
     @functools.wraps(function)
     def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         since = _now()
-        work = function if compiler() is None else alone
         try:
             if in_dispatch_mode():
                 if get_proxy_mode() is not None:
                     _refuse_tracing("an offloaded model was used")
                 with without_dispatch_modes():
-                    return work(*args, **kwargs)
-            return work(*args, **kwargs)
-        except Exception:
-            raise
+                    return function(*args, **kwargs)
+            return function(*args, **kwargs)
         except BaseException as error:
-            if not getattr(error, _WHOLE, False):
+            if not isinstance(error, Exception) and not getattr(error, _WHOLE, False):
                 _interruptions.append(type(error).__name__)
                 setattr(error, _WHOLE, True)  # Noted once, through however many entries it goes.
             raise
         finally:
             _calls.append((since, _now(), owner))
 
-    skipped: Callable[Parameters, Result] = disable(call, recursive=False)
-    return skipped
+    return call
 
 
 def refuse_recording(what: str) -> None:
