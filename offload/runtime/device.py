@@ -1,16 +1,14 @@
 """The compute device as the engine uses it: memory, copies, and what orders them.
 
 [Note: Order on a device]
-Work for a device is queued on the calling thread's current stream. The host does not wait for it.
-One stream runs in order, two streams in any order, so the engine orders them:
+Work for a device is queued on the calling thread's current stream. One stream runs in order, two
+streams in any order, so the engine orders them:
 
 * A lane of the native runner has a stream of its own, and an op of it is over when the device has
   come to its end there. So every thread and every stream sees what a lane has done.
 * The user's compute is over when the device is through with it, on each stream that it has used.
   So no op of a lane, nor anything else, needs to know of streams.
 * Work of the engine at a home, on the user's thread, is drained at once.
-
-A `Device` that is no accelerator finishes every call before it returns.
 
 [Note: Blocking events]
 A host thread that waits for an event spins on a core, which the update needs, unless the event is
@@ -45,6 +43,7 @@ import torch
 from offload.planning.tiers import format_bytes
 from offload.runtime.torch_internals import number_copies
 
+
 Fence = torch.cuda.Event
 """Work that the device has still to finish; `synchronize` waits for it."""
 
@@ -53,7 +52,6 @@ class Device:
     """The CPU as the compute device: its memory is CPU memory, and every call is synchronous."""
 
     is_host = True
-    """Whether it is the CPU."""
     driver: Accelerator | None = None
     """What registers CPU memory: an accelerator."""
 
@@ -65,17 +63,15 @@ class Device:
         return "CPU"
 
     def free_bytes(self) -> int | None:
-        """Free memory in bytes, or None if it is the CPU's."""
+        """Free memory; None if it is the CPU's."""
         return None
 
     def idle_bytes(self) -> int:
         """Bytes of its memory that nobody uses, not even at torch's highest use so far."""
         return 0
 
-    # -- memory -------------------------------------------------------------------------------
-
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A contiguous, uninitialized tensor in its memory."""
+        """An uninitialized tensor in its memory."""
         return torch.empty(tuple(shape), dtype=dtype, device=self.torch_device)
 
     def zeros(self, size: int) -> torch.Tensor:
@@ -91,10 +87,8 @@ class Device:
         """Whether a tensor lies in its memory; never for the CPU."""
         return False
 
-    # -- order, see [Note: Order on a device] -------------------------------------------------
-
     def stream(self) -> object:
-        """The current stream of the calling thread; equal only to itself."""
+        """The calling thread's current stream, see [Note: Order on a device]."""
         return None
 
     def new_stream(self) -> Callable[[], contextlib.AbstractContextManager[object]]:
@@ -102,15 +96,15 @@ class Device:
         return contextlib.nullcontext
 
     def fence(self, stream: object) -> Fence | None:
-        """The end of what is queued on a stream now; None for the CPU."""
+        """An event behind what is queued on a stream now; None for the CPU."""
         return None
 
     def handle(self, stream: object) -> int:
-        """By which number a native driver knows a stream that `stream` returned."""
+        """The number by which a native driver knows a stream."""
         raise NotImplementedError
 
     def open(self, native: Any) -> Any:
-        """The driver by which lanes of this extension use the device; None for the CPU.
+        """The driver by which native lanes use the device; None for the CPU.
 
         Raises:
             RuntimeError: there is none that can serve, with the reason.
@@ -133,7 +127,6 @@ class Device:
 
 
 CPU = Device(torch.device("cpu"))
-"""The CPU."""
 
 
 def compute_device() -> Device:
@@ -166,11 +159,7 @@ def built_for() -> str | None:
 
 
 def initialize() -> None:
-    """Initialize CUDA or ROCm, to learn why no device was found.
-
-    Raises:
-        RuntimeError, AssertionError: torch's own, with the reason.
-    """
+    """Initialize CUDA or ROCm: raises torch's RuntimeError or AssertionError if none is found."""
     start: Any = torch.cuda.init
     start()
 
@@ -189,11 +178,11 @@ class Accelerator(Device):
         self.driver = self
 
     def name(self) -> str:
-        """What its maker calls it."""
+        """See `Device.name`."""
         return torch.cuda.get_device_name(self.torch_device)
 
     def free_bytes(self) -> int | None:
-        """Free memory in bytes."""
+        """See `Device.free_bytes`."""
         return int(torch.cuda.mem_get_info(self.torch_device)[0])
 
     def idle_bytes(self) -> int:
@@ -213,15 +202,15 @@ class Accelerator(Device):
             ) from error
 
     def trim(self) -> None:
-        """Return the freed memory that torch caches to the system."""
+        """See `Device.trim`."""
         torch.cuda.empty_cache()
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in its memory."""
+        """See `Device.holds`."""
         return tensor.is_cuda
 
     def stream(self) -> Any:
-        """The current stream of the calling thread; equal only to itself."""
+        """See `Device.stream`."""
         return torch.cuda.current_stream(self.torch_device)
 
     def new_stream(self) -> Callable[[], contextlib.AbstractContextManager[object]]:
@@ -229,11 +218,11 @@ class Accelerator(Device):
         make: Any = torch.cuda.Stream
         return functools.partial(torch.cuda.stream, make(self.torch_device))
 
-    def fence(self, stream: Any) -> Fence:
-        """The end of what is queued now on a stream that `stream` returned."""
+    def fence(self, stream: Any) -> Any:
+        """See `Device.fence` and [Note: Blocking events]."""
         make: Any = torch.cuda.Event
-        event: Fence = make(blocking=True)  # See [Note: Blocking events].
-        event.record(stream)  # type: ignore[attr-defined]
+        event = make(blocking=True)
+        event.record(stream)
         return event
 
     def handle(self, stream: Any) -> int:
@@ -271,12 +260,12 @@ class Accelerator(Device):
                 self._clear_error()
 
     def drain(self) -> None:
-        """Wait, on the host, for what is queued on the calling thread's current stream."""
+        """See `Device.drain`."""
         self.fence(self.stream()).synchronize()
 
     def drain_all(self) -> None:
-        """See `Device.drain_all`."""
-        with torch.cuda.device(self.torch_device):  # See [Note: Current device].
+        """See `Device.drain_all` and [Note: Current device]."""
+        with torch.cuda.device(self.torch_device):
             torch.cuda.synchronize(self.torch_device)
 
     def refuse_capture(self) -> None:
@@ -289,7 +278,7 @@ class Accelerator(Device):
             )
 
     def _clear_error(self) -> None:
-        """Clear the error of the last call, see [Note: Pending errors]."""
+        """See [Note: Pending errors]."""
         with contextlib.suppress(RuntimeError):
             torch.ones(1, device=self.torch_device).add_(1)
 
