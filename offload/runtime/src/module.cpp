@@ -23,21 +23,16 @@ namespace nb = nanobind;
 using namespace runner;
 using without_gil::WithoutGil;
 
-// An op of a phase, and the number by which Python knows it.
-struct PhaseOp {
-    int lane;
-    int64_t deadline, bytes, number;
-    WorkPtr work;
-    Cells reads, writes;
-};
+// As Python holds it; nothing in it is Python's, so whoever lets go last needs no GIL.
+using PythonWork = std::shared_ptr<Work>;
+using PythonSettings = std::shared_ptr<Settings>;
+
+// Lane, deadline, bytes, the number by which Python knows it, the work, what it reads and writes.
+using PhaseOp = std::tuple<int, int64_t, int64_t, int64_t, PythonWork, Cells, Cells>;
 
 struct Phase {
     std::vector<PhaseOp> ops;
 };
-
-// As Python holds it; nothing in it is Python's, so whoever lets go last needs no GIL.
-using PythonWork = std::shared_ptr<Work>;
-using PythonSettings = std::shared_ptr<Settings>;
 
 using Table = nb::ndarray<const int64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Factors =
@@ -51,21 +46,13 @@ static Where where(const PythonPlace& place) {
 
 static const cpu_adam::Kernel& kernel_at(int index) {
     int count = 0;
-    const cpu_adam::Kernel* const* found = cpu_adam::kernels(count);
-    if (index < 0 || index >= count) throw nb::index_error("no such kernel");
-    return *found[index];
-}
-
-static cpu_adam::Gradient gradient_of(int number) {
-    if (number < 0 || number >= cpu_adam::GRADIENTS) throw nb::index_error("no such gradient");
-    return cpu_adam::Gradient(number);
+    return *cpu_adam::kernels(count)[index];
 }
 
 static PythonWork copies(const std::vector<std::tuple<PythonPlace, PythonPlace, size_t>>& given,
                          bool on_device) {
     std::vector<Copy> found;
     for (const auto& [into, source, bytes] : given) {
-        if (bytes == 0) throw nb::value_error("a copy of no bytes is nothing that a lane can do");
         found.push_back({where(into), where(source), bytes});
     }
     return std::make_shared<Copies>(std::move(found), on_device);
@@ -83,9 +70,7 @@ static Rows rows_of(const Table& given, std::vector<int64_t> strides) {
 
 static PythonWork sweep_of(int kernel, int operation, int gradient, const Table& table,
                            std::vector<int64_t> strides) {
-    if (operation < 0 || operation >= cpu_adam::OPERATIONS_COUNT)
-        throw nb::index_error("no such operation");
-    const auto& action = kernel_at(kernel).operations[operation].of[gradient_of(gradient)];
+    const auto& action = kernel_at(kernel).operations[operation].of[gradient];
     if (action.call == nullptr || action.arrays != int(strides.size()))
         throw nb::value_error("the table does not fit the operation");
     return std::make_shared<Sweep>(action, rows_of(table, std::move(strides)));
@@ -93,7 +78,7 @@ static PythonWork sweep_of(int kernel, int operation, int gradient, const Table&
 
 static PythonWork device_sweep_of(const std::string& name, int gradient, int64_t block_elements,
                                   const Table& table, std::vector<int64_t> strides) {
-    return std::make_shared<DeviceSweep>(name, gradient_of(gradient), block_elements,
+    return std::make_shared<DeviceSweep>(name, cpu_adam::Gradient(gradient), block_elements,
                                           rows_of(table, std::move(strides)));
 }
 
@@ -107,14 +92,14 @@ static std::vector<Stretch> stretches_of(const std::vector<PythonStretch>& given
 }
 
 static PythonWork squares_of(int kernel, int gradient, const std::vector<PythonStretch>& given) {
-    return std::make_shared<Squares>(kernel_at(kernel), gradient_of(gradient),
+    return std::make_shared<Squares>(kernel_at(kernel), cpu_adam::Gradient(gradient),
                                       stretches_of(given));
 }
 
 static PythonWork device_squares_of(int gradient, uintptr_t scratch, int64_t block_elements,
                                     const std::vector<PythonStretch>& given) {
-    return {std::make_shared<DeviceSquares>(gradient_of(gradient), where({scratch, 0}).base,
-                                            block_elements, stretches_of(given))};
+    return std::make_shared<DeviceSquares>(cpu_adam::Gradient(gradient), where({scratch, 0}).base,
+                                           block_elements, stretches_of(given));
 }
 
 using PythonPart = std::tuple<uintptr_t, int, int64_t, int64_t, int64_t, int64_t>;
@@ -135,9 +120,7 @@ static PythonWork chunks_of(bool writing, const std::vector<PythonChunk>& given,
             for (const auto& [engine, fd, align, start, count, offset] : parts)
                 home.push_back(
                     {reinterpret_cast<aio::Engine*>(engine), fd, align, start, count, offset});
-            if (home.empty()) throw nb::value_error("a chunk lies nowhere");
         }
-        if (homes.empty()) throw nb::value_error("a chunk lies nowhere");
     }
     return std::make_shared<Chunks>(std::move(transfer));
 }
@@ -150,7 +133,6 @@ static PythonWork stream_of(const std::vector<std::vector<PythonStage>>& given) 
         Link& link = found.emplace_back();
         for (const auto& [lane, work, part, bytes] : stages)
             link.push_back({lane, work, Part(part), bytes});
-        if (link.empty()) throw nb::value_error("a chunk of a stream has no work");
     }
     return std::make_shared<Stream>(std::move(found));
 }
@@ -160,30 +142,21 @@ static PythonSettings settings_of(const Factors& factors, const std::shared_ptr<
     return std::make_shared<Settings>(std::move(all), clip);
 }
 
-using PythonOp = std::tuple<int, int64_t, int64_t, int64_t, PythonWork, Cells, Cells>;
-
-static Phase phase_of(const std::vector<PythonOp>& given) {
-    Phase phase;
-    for (const auto& [lane, deadline, bytes, number, work, reads, writes] : given)
-        phase.ops.push_back({lane, deadline, bytes, number, work, reads, writes});
-    return phase;
-}
-
 // Queue the ops of a phase, each behind those that touched what it touches.
 static std::vector<TaskPtr> start(Runner& runner, const Phase& phase, int64_t pass,
                                   const PythonSettings& settings) {
     std::vector<TaskPtr> tasks;
-    for (const PhaseOp& one : phase.ops) {
+    for (const auto& [lane, deadline, bytes, number, work, reads, writes] : phase.ops) {
         const auto task = std::make_shared<Task>();
-        task->lane = one.lane;
-        task->of_user = one.work == nullptr;
-        task->key = {pass, one.deadline};
-        task->work = one.work;
-        task->bytes = one.bytes;
-        task->number = one.number;
+        task->lane = lane;
+        task->of_user = work == nullptr;
+        task->key = {pass, deadline};
+        task->work = work;
+        task->bytes = bytes;
+        task->number = number;
         task->settings = settings;
         tasks.push_back(task);
-        runner.start(task, one.reads, one.writes);
+        runner.start(task, reads, writes);
     }
     return tasks;
 }
@@ -228,7 +201,7 @@ NB_MODULE(_runner, module) {
             return task.state == State::CANCELLED;
         });
     nb::class_<Phase>(module, "Phase", nb::dynamic_attr());
-    module.def("phase", &phase_of);
+    module.def("phase", [](std::vector<PhaseOp> ops) { return Phase{std::move(ops)}; });
     nb::class_<Work>(module, "Work");
     nb::class_<Settings>(module, "Settings");
     nb::class_<Clip>(module, "Clip")
