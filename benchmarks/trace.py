@@ -28,7 +28,7 @@ from offload import recording
 from offload.cli.breakdown import breakdown
 from offload.config import Config
 from offload.reporting import OTHER
-from offload.runtime.stats import Ran
+from offload.runtime.stats import LaneStats, Ran
 from tests import test_overlap as paced
 
 STEPS = 2
@@ -78,26 +78,31 @@ def cost(case: paced.Case, compute_s: float, pairs: int) -> list[tuple[float, fl
     return found
 
 
+def recorded(stats: LaneStats) -> int:
+    """How many ops, waits and calls are kept."""
+    trace = stats.traced()
+    assert trace is not None
+    return len(trace.ran) + len(trace.waited) + len(trace.called)
+
+
 def by_count(case: paced.Case, compute_s: float) -> tuple[int, float, float]:
     """Records of a step, seconds of one, and their share of a step's processor time."""
     step, engine = attached(case, compute_s, trace=True)
     step()
-    trace = engine.runner.stats.trace
-    rings = (trace.ran, trace.waited, trace.called)
-    for ring in rings:
-        ring.clear()
+    before = recorded(engine.runner.stats)
     since = time.process_time()
     for _ in range(4):
         step()
     engine.settle()
     spent = (time.process_time() - since) / 4
-    records = round(sum(map(len, rings)) / 4)
+    records = round((recorded(engine.runner.stats) - before) / 4)
+    trace = engine.runner.stats.traced()
     one = trace.ran[-1]
     engine.close()
     since = time.process_time()
     for _ in range(100_000):
         start = time.perf_counter()
-        trace.ran.append(Ran(one.lane, one.op, start, time.perf_counter()))
+        trace.ran.append(Ran(one.op, start, time.perf_counter()))
     each = (time.process_time() - since) / 100_000
     return records, each, records * each / spent
 

@@ -82,7 +82,7 @@ def run_of(engine: Engine, command: Sequence[str] | None = None) -> Run | None:
 
 def _span(ran: Ran, zero: float, engine: Engine) -> Span:
     op, units = ran.op, engine.plan.profile.units
-    lane = MODEL if op.verb in OF_USER else ran.lane.value
+    lane = MODEL if op.verb in OF_USER else op.lane.value
     unit = units[op.value.unit].name if op.value.unit >= 0 else ""
     name = op.verb.value
     if op.verb is Verb.MOVE:

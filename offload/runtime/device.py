@@ -43,7 +43,6 @@ import torch
 from offload.planning.tiers import format_bytes
 from offload.runtime.torch_internals import number_copies
 
-
 Fence = torch.cuda.Event
 """Work that the device has still to finish; `synchronize` waits for it."""
 

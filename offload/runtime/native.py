@@ -113,8 +113,6 @@ class Native:
         """Of every place."""
         self._ops: dict[Op, int] = {}
         """Of every op that was written down, too."""
-        self._rows: tuple[Steps, Any] | None = None
-        """What updates were given last: units that are updated one by one have the same."""
         self.start, self.cancel = runner.start, runner.cancel
         self.begin, self.over, self.finish = runner.begin, runner.over, runner.finish
         self.all, self.stop, self.perform = runner.all, runner.stop, runner.perform
@@ -123,9 +121,7 @@ class Native:
 
     def settings(self, steps: Steps, clip: Any) -> Any:
         """What of a step its works are given: what updates its parameters, and the clipping."""
-        if self._rows is None or self._rows[0] != steps:
-            self._rows = steps, factor_rows(self._kernel, steps, 1.0)
-        return _native.settings(self._rows[1], clip)
+        return _native.settings(factor_rows(self._kernel, steps, 1.0), clip)
 
     def phase(self, ops: Sequence[Op], works: Sequence[Work | None]) -> Any:
         """Write ops down with their works; without one it is the user's compute."""
@@ -178,17 +174,17 @@ class Native:
         return None
 
     def used(self, lane: Lane) -> tuple[float, int, int]:
-        """Seconds, bytes and number of works that a lane has done since last asked."""
+        """Seconds, bytes and number of works that a lane has done."""
         found: tuple[float, int, int] = self._runner.used(_NUMBER[lane])
         return found
 
     def ran(self) -> list[Ran]:
-        """The last works, and computes of the user, since that was asked, as they ended."""
-        found, ops = [], list(self._ops)
-        for number, part, size, start, stop in self._runner.ran():
-            one = _part(ops[number], part, size)
-            found.append(Ran(one.lane, one, start, stop))
-        return found
+        """The last works, and computes of the user, as they ended."""
+        ops = list(self._ops)
+        return [
+            Ran(_part(ops[number], part, size), start, stop)
+            for number, part, size, start, stop in self._runner.ran()
+        ]
 
     # -- works -------------------------------------------------------------------------------------
 

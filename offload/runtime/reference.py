@@ -164,7 +164,7 @@ class Reference:
         assert task.begun > task.over, "what is finished has begun"
         if streams:
             self._device.drain_all()
-        self._ran.append(Ran(task.op.lane, task.op, task.began_at, time.perf_counter()))
+        self._ran.append(Ran(task.op, task.began_at, time.perf_counter()))
         task.over, task.waits = True, ()
 
     def work(self, op: Op, work: Work) -> tuple[Op, Work]:
@@ -186,15 +186,12 @@ class Reference:
         return self._path[::-1]
 
     def used(self, lane: Lane) -> tuple[float, int, int]:
-        """Seconds, bytes and number of works that a lane has done since last asked."""
-        found, self._used[lane] = self._used[lane], (0.0, 0, 0)
-        return found
+        """Seconds, bytes and number of works that a lane has done."""
+        return self._used[lane]
 
     def ran(self) -> list[Ran]:
-        """The last works, and computes of the user, since that was asked, as they ended."""
-        found, kept = list(self._ran), self._ran.maxlen
-        self._ran = deque(maxlen=kept)
-        return found
+        """The last works, and computes of the user, as they ended."""
+        return list(self._ran)
 
     def failure(self) -> BaseException | None:
         """What a lane met; asked for once."""
@@ -312,7 +309,7 @@ class Reference:
             time.sleep(max(0.0, self._pace(op, since) - time.perf_counter()))
         now, used = time.perf_counter(), self._used[op.lane]
         self._used[op.lane] = (used[0] + now - since, used[1] + op.bytes, used[2] + 1)
-        self._ran.append(Ran(op.lane, op, since, now))
+        self._ran.append(Ran(op, since, now))
 
 
 def _typed(at: At, dtype: str) -> torch.Tensor:

@@ -8,10 +8,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from operator import attrgetter
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from offload.planning.layout import TierUse
@@ -45,7 +44,6 @@ class Ran(NamedTuple):
     """One op, and when it ran by `time.perf_counter`. The user's compute of a unit is an op of the
     compute lane, from when it could start until the unit was no longer in use."""
 
-    lane: Lane
     op: Op
     start: float
     stop: float
@@ -61,25 +59,24 @@ class Stepped(NamedTuple):
 
 
 class Trace:
-    """The last ops, waits and steps of an engine; a copy has the calls, too."""
+    """The last waits and steps of an engine; a copy has the ops and the calls, too."""
 
     def __init__(self, profile: Profile | None = None):
         self.key = object()
         """Identifies the calls into this engine."""
         chunks = sum(len(unit.chunks) for unit in profile.units) if profile else 0
         self.ran: deque[Ran] = deque(maxlen=max(SPANS_MAX, CHUNK_SPANS_MAX * chunks))
-        """Ordered by end within a lane, and roughly between lanes."""
         self.waited: deque[Wait] = deque(maxlen=SPANS_MAX)
         self.stepped: deque[Stepped] = deque(maxlen=STEPS_MAX)
         self._calls = deque[Call]()
         """Into all engines."""
 
-    def copy(self) -> Trace:
-        """A copy. Races with recording, so the caller must hold the lock of `LaneStats`."""
+    def copy(self, ran: Iterable[Ran]) -> Trace:
+        """A copy with what `ran`, made while nothing is recorded."""
         copied = Trace()
         copied.key, copied._calls = self.key, calls()
-        copied.ran, copied.waited = self.ran.copy(), self.waited.copy()
-        copied.stepped = self.stepped.copy()
+        copied.ran = deque(ran, self.ran.maxlen)
+        copied.waited, copied.stepped = self.waited.copy(), self.stepped.copy()
         return copied
 
     @property
@@ -128,14 +125,18 @@ class LaneStats:
 
     @property
     def use(self) -> dict[Lane, LaneUse]:
-        """What each lane has done so far; it stays what it was when it was asked for."""
+        """What each lane has done so far, with what the user's thread did of its work."""
+        found = dict[Lane, LaneUse]()
         with self._lock:
-            for lane, use in self._use.items():
-                seconds, moved, operations = self._lanes.used(lane)
-                use.busy_s += seconds
-                use.bytes += moved
-                use.operations += operations
-            return {lane: replace(use) for lane, use in self._use.items()}
+            for lane, own in self._use.items():
+                busy_s, size, operations = self._lanes.used(lane)
+                found[lane] = LaneUse(
+                    own.busy_s + busy_s,
+                    own.exposed_s,
+                    own.bytes + size,
+                    own.operations + operations,
+                )
+        return found
 
     def count(self, op: Op, since: float) -> None:
         """Book what the calling thread has done since then of an op's work."""
@@ -160,13 +161,7 @@ class LaneStats:
     def traced(self) -> Trace | None:
         """What was recorded so far; None where nothing is."""
         with self._lock:
-            if self.trace is None:
-                return None
-            if found := self._lanes.ran():
-                ran = sorted([*self.trace.ran, *found], key=attrgetter("stop"))
-                self.trace.ran.clear()
-                self.trace.ran.extend(ran)
-            return self.trace.copy()
+            return self.trace and self.trace.copy(self._lanes.ran())
 
 
 @dataclass(frozen=True, slots=True)

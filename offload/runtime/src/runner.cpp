@@ -232,17 +232,14 @@ TaskPtr Runner::first(int number) {
 
 Used Runner::used(int lane) {
     const Turn turn(*this);
-    Lane& one = lanes_[lane];
-    if (one.flying_bytes > 0) {
-        const double until = now();
-        one.used.busy_s += until - std::exchange(one.flying_since, until);
-    }
-    return std::exchange(one.used, {});
+    Used used = lanes_[lane].used;
+    if (lanes_[lane].flying_bytes > 0) used.busy_s += now() - lanes_[lane].flying_since;
+    return used;
 }
 
 std::deque<Ran> Runner::ran() {
     const Turn turn(*this);
-    return std::exchange(ran_, {});
+    return ran_;
 }
 
 int Runner::number_of(const Task& task) const {

@@ -124,9 +124,9 @@ public:
     // Start nothing more, and end all waits; with `closing`, the lanes too, once what is under way
     // has ended. It raises nothing.
     void stop(bool closing);
-    // What a lane has done since the last time that this was asked.
+    // What a lane has done.
     Used used(int lane);
-    // The last works and computes of the user since that was asked, in the order of their end.
+    // The last works and computes of the user, in the order of their end.
     std::deque<Ran> ran();
 
 private:
