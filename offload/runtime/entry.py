@@ -38,8 +38,8 @@ Result = TypeVar("Result")
 def uncompiled(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """`function`, such that torch.compile looks neither into it nor into what it calls.
 
-    It is what `torch.compiler.disable` gives, which takes a microsecond, only where something of
-    torch.compile looks at what this thread calls.
+    Only where something of torch.compile looks it goes by `torch.compiler.disable`, which takes a
+    microsecond.
     """
     disable: Any = torch.compiler.disable
     alone: Callable[Parameters, Result] = disable(function)
@@ -81,7 +81,7 @@ def calls() -> deque[Call]:
 
 
 def interruptions() -> list[str]:
-    """Names of the exceptions that have cut through the engine's Python so far. It only grows."""
+    """Names of the exceptions that have cut through the engine's Python so far."""
     return _interruptions
 
 
@@ -127,11 +127,7 @@ def entry(function: Callable[Parameters, Result]) -> Callable[Parameters, Result
 
 
 def refuse_recording(what: str) -> None:
-    """Refuse `what` of an offloaded model to what records operations, and to `torch.func`.
-
-    Raises:
-        RuntimeError: the model is being traced or exported, or a transform is active.
-    """
+    """Raise RuntimeError where the model is traced or exported, or `torch.func` transforms it."""
     if _tracing() or torch.compiler.is_exporting():
         _refuse_tracing(what)
     if innermost_transform() is not None:

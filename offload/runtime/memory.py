@@ -33,13 +33,8 @@ class Memory:
     """The arenas of a plan, and every home and slot as a tensor."""
 
     def __init__(self, plan: Plan, device: Device):
-        """Allocate and touch both arenas.
-
-        Raises:
-            MemoryError: the memory is not there.
-        """
-        self._plan = plan
-        self._device = device
+        """Allocate and touch both arenas, or raise MemoryError."""
+        self._plan, self._device = plan, device
         self.arenas: dict[Tier, Arena] = {}
         self._homes: dict[tuple[Kind, int], torch.Tensor] = {}
         self._slots: dict[Place, torch.Tensor] = {}
@@ -49,11 +44,7 @@ class Memory:
             self.take(tier)
 
     def take(self, tier: Tier) -> None:
-        """Allocate and touch the arena of a tier that has none.
-
-        Raises:
-            MemoryError: the memory is not there.
-        """
+        """Allocate and touch the arena of a tier that has none, or raise MemoryError."""
         plan, device = self._plan, CPU if tier == "cpu" else self._device
         homes = {k: b for k, b in plan.homes.items() if b.tier == tier and plan.in_arena(*k)}
         slots = {place: b for place, b in plan.slots.items() if b.tier == tier}
@@ -67,7 +58,7 @@ class Memory:
         self._slots |= {place: arena.view(slot) for place, slot in slots.items()}
 
     def give_back(self, tier: Tier) -> None:
-        """Free the arena of a tier, with everything in it."""
+        """Free the arena of a tier."""
         self._views.clear()
         homes = self._homes.items()
         self._homes = {key: home for key, home in homes if self._plan.homes[key].tier != tier}
@@ -80,7 +71,7 @@ class Memory:
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """What the user should know about the memory."""
+        """What to tell the user about the memory."""
         return tuple(notice for arena in self.arenas.values() for notice in arena.notices)
 
     def at(self, use: Use) -> torch.Tensor:
@@ -140,19 +131,13 @@ class Arena:
         driver: Accelerator | None = None,
         edges: Iterable[int] = (),
     ):
-        """Take `size` bytes of `device`.
+        """Take `size` bytes of `device`, or raise MemoryError.
 
         Args:
-            size: bytes.
-            device: whose memory.
             driver: of the accelerator with which CPU memory is registered.
             edges: offsets at which a registration may end, as no transfer crosses them.
-
-        Raises:
-            MemoryError: the memory is not there.
         """
         self.notices: list[str] = []
-        """What the user should know about it."""
         self.bytes = size
         self._driver = driver
         self._pinned: list[tuple[int, int]] = []
@@ -173,7 +158,7 @@ class Arena:
         return sum(size for _, size in self._pinned)
 
     def view(self, buffer: Buffer) -> torch.Tensor:
-        """The bytes of `buffer`, a flat uint8 tensor."""
+        """The bytes of `buffer`, flat uint8."""
         return self.tensor[buffer.offset : buffer.offset + buffer.bytes]
 
     def _pin(self, driver: Accelerator, ranges: Sequence[tuple[int, int]]) -> None:
@@ -202,12 +187,9 @@ class Arena:
 
 
 def host_tensor(size: int) -> torch.Tensor:
-    """`size` bytes of page-aligned, zeroed, touched CPU memory, not inherited by forked children.
+    """`size` zero bytes of page-aligned, touched CPU memory, which forked children do not inherit.
 
-    It is freed when its last view dies.
-
-    Raises:
-        MemoryError: the system refuses it.
+    It is freed when its last view dies. Raises MemoryError if the system refuses it.
     """
     try:
         area = mmap.mmap(-1, max(size, _PAGE_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -227,11 +209,7 @@ def host_tensor(size: int) -> torch.Tensor:
 
 
 def mapped(size: int, directory: str | None = None) -> torch.Tensor:
-    """Memory that the system has back with its last view, or that of a new file without a name.
-
-    Raises:
-        OSError: the space is not there.
-    """
+    """Memory, or that of a file without a name, that the system has back with its last view."""
     if directory is None:
         area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     else:

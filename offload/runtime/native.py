@@ -80,17 +80,14 @@ class Native:
         pace: Callable[[Op, float], float] | None = None,
         threads: bool = True,
     ):
-        """Start the lanes; nothing is queued.
+        """Start the lanes, or raise RuntimeError.
 
         Args:
-            plan, store: whose works are done.
             driver: of the device, where that is not the host; its kernels are loaded.
             workspace: scratch memory on the device.
-            kept, pace: of so many ops it is remembered when they ran; see `Runner`.
+            kept: of so many ops it is remembered when they ran.
+            pace: see `Runner`.
             threads: whether lanes run; else tests begin what is next by `first`.
-
-        Raises:
-            RuntimeError: a thread could not start.
         """
         self._plan, self._store, self._workspace = plan, store, workspace
         self._kernel: Kernel = kernel()
@@ -120,7 +117,7 @@ class Native:
     clip: Callable[[float], Any] = staticmethod(lambda norm: _native.Clip(norm))
 
     def settings(self, steps: Steps, clip: Any) -> Any:
-        """What of a step its works are given: what updates its parameters, and the clipping."""
+        """What works of a step are given: what updates its parameters, and the clipping."""
         return _native.settings(factor_rows(self._kernel, steps, 1.0), clip)
 
     def phase(self, ops: Sequence[Op], works: Sequence[Work | None]) -> Any:
@@ -186,10 +183,8 @@ class Native:
             for number, part, size, start, stop in self._runner.ran()
         ]
 
-    # -- works -------------------------------------------------------------------------------------
-
     def work(self, op: Op, work: Work) -> Any:
-        """Write down a work of an op, to be performed."""
+        """Write down a work of an op."""
         if work.links is None:
             return self._several(op.lane, work.jobs)
         links = []

@@ -110,14 +110,13 @@ class Reference:
         kept: int,
         pace: Callable[[Op, float], float] | None,
     ):
-        """Nothing is started; of so many ops it is remembered when they ran."""
+        """Of so many ops it is remembered when they ran; `pace` as of `Runner`."""
         self._plan, self._store, self._device = plan, store, device
         self._workspace, self._pace = workspace, pace
         self._serial = itertools.count(1)
         self._board: Scoreboard[Task] = Scoreboard()
         self.touching, self.all = self._board.waits, self._board.all
         self.failed = False
-        """Whether a work has failed: nothing more is done."""
         self._failure: BaseException | None = None
         self._path: list[tuple[Lane, float]] = []
         self._used = dict.fromkeys(Lane, (0.0, 0, 0))
@@ -168,7 +167,7 @@ class Reference:
         task.over, task.waits = True, ()
 
     def work(self, op: Op, work: Work) -> tuple[Op, Work]:
-        """Write down a work of an op, to be performed."""
+        """Write down a work of an op."""
         return op, work
 
     def perform(self, work: tuple[Op, Work], settings: Settings | None, stream: object) -> None:

@@ -7,10 +7,9 @@ checked by `program.verify`, written down for the lanes, and started any number 
 made as a pass or a step goes on. Its ops wait for one another, and for those of earlier phases, by
 the one rule of `Scoreboard`.
 
-A runner owns the memory, the store and the lanes of an engine. It knows places and values, and
-nothing of parameters or modules. The user's thread reads and writes homes by `read_home` and
-`write_home`, after `quiesce`. When an op fails, or the bookkeeping of the user's thread, nothing
-more is started, every blocked wait ends, and the next call raises.
+The user's thread reads and writes homes by `read_home` and `write_home`, after `quiesce`. When an
+op fails, or the bookkeeping of the user's thread, nothing more is started, every blocked wait ends,
+and the next call raises.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ KEPT_PER_UNIT_MAX = 48
 
 
 class Runner:
-    """The resources of an engine, and the order in which they are used."""
+    """The memory, store and lanes of an engine. It knows places and values, and no parameters."""
 
     def __init__(
         self,
@@ -67,8 +66,10 @@ class Runner:
     ):
         """Start the lanes; where they do not start, let `memory` and `store` go.
 
-        `store` is None when nothing lives on nvme. `pace` tells when an op may end, for tests that
-        imitate slower hardware; what is done is recorded in `trace`.
+        Args:
+            store: None where nothing lives on nvme.
+            pace: when an op may end, for tests that imitate slower hardware.
+            trace: where waits and steps are recorded.
 
         Raises:
             EngineError: a lane could not start; with what it met as its cause.
@@ -84,7 +85,7 @@ class Runner:
         """Steps taken: stamped on what is written to the store."""
         self.works = Works(plan, memory.at, device_is_host=device.is_host)
         self.notice: str | None = None
-        """What the user should know about the lanes."""
+        """What to tell the user about the lanes."""
         self.closed = False
         self.before_write: Callable[[Kind, int], None] = lambda kind, unit: None
         """Called before the user's thread writes the home of a value."""
@@ -92,7 +93,7 @@ class Runner:
         """Called, perhaps more than once, with what has ended everything."""
         self._failure: BaseException | None = None
         self.owner = trace and trace.key
-        """Whose its calls are, for those that record them."""
+        """The key by which calls into this engine are recorded."""
         try:
             self._lanes = self._open(pace, trace)
         except BaseException as error:
@@ -112,31 +113,22 @@ class Runner:
     def _open(self, pace: Pace | None, trace: Trace | None) -> Native | Reference:
         """The native runner, or the reference where that cannot serve."""
         native = native_runner() if self.store is None or self.store.volume.native else None
-        memory, driver = self.memory, None
+        workspace, kept = self.memory.workspace, trace.ran.maxlen or 0 if trace else 0
         if native is not None:
             try:
                 driver = self.device.open(native)
                 if driver is not None:
                     leave_launching_cores()
-                if driver is not None and memory.workspace() is not None:
-                    driver.load(ptx().decode())
+                    if workspace() is not None:
+                        driver.load(ptx().decode())
             except RuntimeError as error:
-                native = None
                 self.notice = f"the lanes run in Python, which is slower: {error}"
-        kept = trace.ran.maxlen or 0 if trace else 0
-        workspace = memory.workspace
-        if native is not None:
-            return Native(self.plan, self.store, driver, workspace, kept=kept, pace=pace)
+            else:
+                return Native(self.plan, self.store, driver, workspace, kept=kept, pace=pace)
         return Reference(self.plan, self.store, self.device, workspace, kept=kept, pace=pace)
 
-    # -- phases --------------------------------------------------------------------------------
-
     def phase(self, key: Hashable, make: Callable[[], Iterable[tuple[Op, Work | None]]]) -> Any:
-        """The phase of the ops and works that `make` gives, kept under `key`.
-
-        Raises:
-            ProgramError: an op that breaks a rule by itself.
-        """
+        """The phase of the ops and works that `make` gives, checked, and kept under `key`."""
 
         def written() -> Any:
             made = list(make())
@@ -155,7 +147,7 @@ class Runner:
         return self._kept[key]
 
     def moves(self, make: Callable[..., Op | list[Op]], *args: Hashable) -> Any:
-        """The phase of the ops that `make` of `program.compile` makes of the plan and these."""
+        """The phase of the ops that a function of `program.compile` makes of the plan and these."""
 
         def made() -> Iterator[tuple[Op, Work | None]]:
             found = make(self.plan, *args)
@@ -177,8 +169,8 @@ class Runner:
             raise
 
     def perform(self, op: Op, key: Hashable, make: Callable[[], Work], settings: Any) -> None:
-        """Do an op's work, kept under `key`, on the calling thread, or queue it on its stream of
-        the device; the host waits there for sums."""
+        """Do an op's work, kept under `key`, on the calling thread or its stream of the device,
+        where the host waits for sums."""
 
         def made() -> Any:
             return self._lanes.work(op, make())
@@ -190,10 +182,8 @@ class Runner:
             self._lanes.perform(work, settings, stream)
         self.stats.count(op, since)
 
-    # -- the user's thread ---------------------------------------------------------------------
-
     def check(self) -> None:
-        """Raise unless values can be had. Every call into the engine begins so.
+        """Begin a call into the engine.
 
         Raises:
             EngineError: a lane failed; with what it met as its cause.
@@ -226,7 +216,7 @@ class Runner:
 
     @contextmanager
     def once(self) -> Iterator[None]:
-        """What cannot be done again where an error leaves it half done, and ends everything."""
+        """A context in which an error, which leaves things half done, ends everything."""
         try:
             yield
         except BaseException as error:
@@ -242,11 +232,11 @@ class Runner:
         self.join(task)
 
     def begins(self, task: Task) -> bool:
-        """Begin the user's `task` where it may start at once; only where the device is the host."""
+        """Begin the user's `task` if it may start at once and the device is the host."""
         return self.device.is_host and bool(self._lanes.begin(task, 0.0))
 
     def join(self, task: Task) -> None:
-        """The user's compute `task`, which has begun, goes on on the current stream as well."""
+        """Note that the user's `task`, which has begun, uses the current stream as well."""
         if not self.device.is_host and (stream := self.device.stream()) not in task.streams:
             task.streams.append(stream)
 
@@ -264,26 +254,21 @@ class Runner:
             self._check_lanes()
 
     def wait(self, tasks: Iterable[Task]) -> None:
-        """Block until all `tasks` are over, on the device too.
-
-        Raises:
-            EngineError: a lane failed, now or before.
-        """
+        """Block until all `tasks` are over, on the device too; raises EngineError as `check`."""
         for task in tasks:
             if not task.over:
                 self._block(task, partial(self._lanes.over, task, LOOK_AGAIN_S))
         self._check_lanes()
 
     def over(self, task: Task) -> bool:
-        """Block until `task` is over, on a thread that is not the user's; False where it will not
-        be, as a lane failed or the runner was closed."""
+        """Block another thread than the user's until `task` is over; False where it will not be."""
         while not (found := task.over or self._lanes.over(task, LOOK_AGAIN_S)):
             if self._lanes.failed or self._failure is not None or self.closed:
                 break
         return bool(found)
 
     def _block(self, task: Task, come: Callable[[], bool]) -> None:
-        """Block until `come`, which waits for a while itself."""
+        """Block until `come`, which waits for a while itself, and blame what led to `task`."""
         self._check_lanes()
         since = time.perf_counter()
         found = False
@@ -297,14 +282,13 @@ class Runner:
             self._check_lanes()
 
     def drain(self) -> None:
-        """Let the user's thread wait for all that its stream has queued: for compute."""
+        """Block until the device is through with the user's stream."""
         if not self.device.is_host:
             with self.waited(Lane.COMPUTE):
                 self.device.drain()
 
     def close(self) -> None:
-        """Stop the lanes after what they are running, drop what has not begun, and let files and
-        memory go."""
+        """Stop the lanes after what they are running, and let files and memory go."""
         self.closed = True
         self._lanes.stop(closing=True)
         self._release()
@@ -320,8 +304,6 @@ class Runner:
             if self.store is not None:
                 each.callback(self.store.close)
 
-    # -- the user's thread at the homes --------------------------------------------------------
-
     def quiesce(self, kind: Kind, unit: int, *, to_write: bool = True) -> None:
         """Block until no task writes the home of a value (nor reads it, with `to_write`)."""
         if to_write:
@@ -332,7 +314,7 @@ class Runner:
         self.wait(self.touching(reads, writes))
 
     def idle(self) -> None:
-        """Block until no task touches any place, homes and slots and what is staged."""
+        """Block until no task touches any place."""
         self.wait(self.all())
 
     def forget(self) -> None:
@@ -352,7 +334,7 @@ class Runner:
         return bounce
 
     def read_weights(self, unit: int, out: torch.Tensor) -> None:
-        """All weights of a unit that are here, as after any update that is due, to the device."""
+        """Copy this rank's weights of a unit, as after any update that is due, to the device."""
         self.quiesce("weight", unit, to_write=False)
         for chunk, (offset, size) in enumerate(self.plan.profile.units[unit].weight_chunks):
             out[offset : offset + size].copy_(self.read_home(Value("weight", unit, chunk)))
@@ -395,32 +377,26 @@ class ChunkCache:
     """Reads and writes homes chunk by chunk, for code that goes from parameter to parameter.
 
     Many small parameters lie in one chunk, and on nvme a chunk is read and checked as a whole. So
-    the chunk read last is kept until another one is read, or it was written.
+    the last chunk read is cached until another one is read, or it was written.
     """
 
     def __init__(self, runner: Runner):
-        """Of the values that `runner` has at home."""
         self._runner = runner
         self._last: tuple[Value, object, torch.Tensor] | None = None
 
     def read(self, value: Value) -> torch.Tensor:
-        """The bytes of a chunk at home as it is now, to be changed only by who writes it next."""
-        written = self._written(value)
-        last, self._last = self._last, None
-        if last is not None and last[0] == value and last[1] == written:
-            found = last[2]
-        else:
-            del last  # Before the next one takes memory.
-            found = self._read(value, written)
-        if written is not None:
-            self._last = value, written, found
-        return found
-
-    def _read(self, value: Value, written: object) -> torch.Tensor:
-        on_nvme = self._runner.plan.home(value.kind, value.unit).tier == "nvme"
-        if on_nvme and written is None and value.kind == "gradient":  # No backward has come here.
-            return host_tensor(self._runner.memory.extent(value)[1])
-        return self._runner.read_home(value)
+        """The bytes of a chunk at home, to be changed only by the one that writes it next."""
+        runner = self._runner
+        if runner.store is None or runner.plan.home(value.kind, value.unit).tier != "nvme":
+            return runner.read_home(value)
+        unit = runner.plan.profile.units[value.unit].name
+        written = runner.store.entry(value.kind, unit, value.chunk)  # Another one by each write.
+        if written is None and value.kind == "gradient":  # No backward has come here.
+            return host_tensor(runner.memory.extent(value)[1])
+        if self._last is None or self._last[:2] != (value, written):
+            self._last = None  # Before the next one takes memory.
+            self._last = value, written, runner.read_home(value)
+        return self._last[2]
 
     def write(self, value: Value, content: torch.Tensor) -> None:
         """Put the bytes of a chunk home."""
@@ -430,10 +406,3 @@ class ChunkCache:
     def forget(self) -> None:
         """Keep no chunk."""
         self._last = None
-
-    def _written(self, value: Value) -> object | None:
-        """What stands for the last write of a chunk on nvme: every write makes another one."""
-        plan, store = self._runner.plan, self._runner.store
-        if store is None or plan.home(value.kind, value.unit).tier != "nvme":
-            return None
-        return store.entry(value.kind, plan.profile.units[value.unit].name, value.chunk)

@@ -20,11 +20,7 @@ from offload.planning.planner import BudgetError
 from offload.planning.tiers import TIERS, Tier, format_bytes, parse_bytes
 
 Share = Callable[[Mapping[Tier, int]], None]
-"""Takes the bytes of each tier that an engine wants to hold from now on.
-
-Raises:
-    BudgetError: more than is left; the share stays as it was.
-"""
+"""Takes the bytes of each tier that an engine wants to hold from now on, or raises BudgetError."""
 
 
 class SharedBudget:
@@ -47,7 +43,6 @@ class SharedBudget:
             tier: parse_bytes(size) for tier, size in zip(TIERS, given) if size is not None
         }
         self._taken: dict[object, Mapping[Tier, int]] = {}
-        """By share, the bytes of each tier."""
         self._lock = threading.RLock()
 
     def left(self, tier: Tier, but: object = None) -> int | None:

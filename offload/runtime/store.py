@@ -31,8 +31,7 @@ Result = TypeVar("Result")
 
 
 def ahead(call: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
-    """What `call` gives of each item, in order: on threads, where up to `AHEAD` more begin before,
-    while the caller's takes the next items."""
+    """What `call` gives of each item, in order, on threads: up to `AHEAD` more have begun."""
     with ThreadPoolExecutor(AHEAD) as pool:
         begun = deque[Future[Result]]()
         for item in items:
@@ -57,21 +56,18 @@ class Kept(NamedTuple):
 
 
 class Store:
-    """A volume of values, by default unnamed and gone with the process. Several may share a
-    directory.
+    """A volume of values, by default unnamed and gone with the process.
 
     Calls block until the transfer is done, and release the GIL while they wait for the drive.
     Threads may call concurrently, unless one writes a chunk that another reads or writes.
 
     Args:
-        directories: of the volume; several are striped over.
+        directories: of the volume; several are striped over, `unit_bytes` on one before the next.
         layout: what the volume holds.
         io: the system's calls, or a simulation of them.
         depth: requests in flight on each drive.
-        unit_bytes: of the stripe, on one drive before the next.
-        speeds: measured of each directory's drive. The store then uses the backend, block size and
-            depth that were fastest, instead of `depth` and the first backend that works, and gives
-            each its share.
+        speeds: measured of each directory's drive: it then has its share, and the backend, block
+            size and depth that were fastest.
         kept: what outlives the process.
 
     Raises:
@@ -118,20 +114,16 @@ class Store:
         return f"chunk {number - first} of {kind} of {unit!r}"
 
     def read(self, kind: Kind, unit: str, into: torch.Tensor, chunk: int | None = None) -> None:
-        """Fill `into` with a chunk, or all chunks, of a value as last written, see `Chunks.read`.
+        """Fill `into` with a chunk of a value, or all (None), as last written; see `Chunks.read`.
 
-        Args:
-            kind, unit: which value; KeyError if the layout has none.
-            into: uint8, one dimension, contiguous, on the CPU, 4096-aligned, of the chunks' size.
-            chunk: its index, or None for all.
+        `into` is flat uint8 on the CPU, 4096-aligned, of the chunks' size.
         """
         self.chunks.read(*self._chunks_of(kind, unit, chunk, into))
 
     def write(
         self, kind: Kind, unit: str, source: torch.Tensor, step: int, chunk: int | None = None
     ) -> None:
-        """Store `source`, the result of a step, as a chunk, or all chunks, of a value, see `read`
-        and `Chunks.write`."""
+        """Store `source`, the result of a step, as `read` reads it; see `Chunks.write`."""
         self.chunks.write(*self._chunks_of(kind, unit, chunk, source), step)
 
     def entry(self, kind: Kind, unit: str, chunk: int) -> aio.ChunkEntry | None:
@@ -172,11 +164,7 @@ class Store:
 
 
 def _backend_for(speed: DriveSpeed | None, depth: int, io: aio.IO | None) -> aio.Backend:
-    """The backend that was measured to be the fastest for a drive.
-
-    It may have been measured under another kernel or container and not work here; then the first
-    that works.
-    """
+    """The backend that was the fastest for a drive; where it does not work, the first that does."""
     if speed is None:
         return aio.open_backend(depth=depth, io=io)
     piece_bytes = min(speed.block_bytes, aio.CHECK_BYTES)

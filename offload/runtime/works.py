@@ -39,7 +39,7 @@ class At(NamedTuple):
     """Bytes in a memory tier; in a staging ring those of the first slot."""
 
     bytes: torch.Tensor
-    """Flat uint8, or a flat tensor of torch's own."""
+    """Flat: uint8, or of torch's own."""
     stride: int = 0
     """From a slot of the ring to the next."""
 
@@ -135,11 +135,11 @@ class Works:
     """Makes the works of an engine's ops."""
 
     def __init__(self, plan: Plan, at: Callable[[Use], torch.Tensor], *, device_is_host: bool):
-        """Of a plan, in the memory that `at` finds; see `Memory.at`."""
+        """Of a plan, in the memory that `Memory.at` finds."""
         self._plan, self._at, self._device_is_host = plan, at, device_is_host
 
     def of(self, op: Op) -> Work | None:
-        """What an op does in which no parameters are told apart; None for the user's compute."""
+        """The work of an op of all parameters of a unit; None for the user's compute."""
         if op.verb in OF_USER:
             return None
         if op.verb is Verb.NORM:
@@ -166,10 +166,8 @@ class Works:
         return Work(jobs)
 
     def squares(self, op: Op, taking: Collection[int], flat: Flat | None = None) -> Work:
-        """The sums of the squares of the parameters in `taking`, whose gradients may be in `flat`.
-
-        Else they lie at home, or where the op reads them on their way there.
-        """
+        """The sums of the squares of the parameters in `taking`, whose gradients lie in `flat`, at
+        home, or where the op reads them on their way there."""
         unit, profile, chunks = op.value.unit, self._plan.profile, dict[int, list[Job]]()
         home = flat is None and op.reads[0].place.use == "home"
         for number, pieces in profile.by_chunk(unit, taking).items():
@@ -199,10 +197,8 @@ class Works:
         return at.part(piece.chunk_start * item(dtype), piece.elements * item(dtype)), dtype
 
     def update(self, op: Op, taking: Taking, flat: Flat | None = None) -> Work:
-        """The update of the parameters in `taking`, whose weights and gradients may be in `flat`.
-
-        That is torch's memory on the device: where the update reaches it, it is updated there.
-        """
+        """The update of the parameters in `taking`, whose weights and gradients may be in `flat`,
+        on the device: where the update reaches that, they are updated there."""
         unit, chunks = op.value.unit, dict[int, list[Job]]()
         here = flat if self._device_is_host or op.lane is Lane.COMPUTE else None
         for number, pieces in self._plan.profile.by_chunk(unit, taking).items():
@@ -227,8 +223,6 @@ class Works:
             weight = lies.part(piece.chunk_start * size, piece.elements * size)
         first = self._plan.profile.element(piece)
         return Update(op.value.unit, number, piece, dtype, first, step, weight, gradient, record)
-
-    # -- chunks on their way -----------------------------------------------------------------------
 
     def _hops(self, kind: Kind, unit: int, op: Op) -> Sequence[tuple[Tier, Tier]]:
         """The ways of a value from its home to where an op works on it."""
@@ -255,10 +249,9 @@ class Works:
     def _stream(
         self, op: Op, chunks: Mapping[int, Sequence[Job]], kinds: Collection[Kind], flat: Flat
     ) -> Work:
-        """The jobs of the chunks of an op: those of its values that are away come and go.
+        """The jobs of an op by chunk: values that are away come and go.
 
-        Beside a device even those that stay go one by one: between two of them the CPU takes up
-        what is more urgent.
+        Beside a device the CPU does even those at hand one by one, and in between what is urgent.
         """
         unit = op.value.unit
         away = [kind for kind in kinds if self._hops(kind, unit, op)]
