@@ -253,10 +253,7 @@ NB_MODULE(_runner, module) {
             const WithoutGil released;
             runner.perform(*work, settings.get(), stream);
         }, nb::arg("work"), nb::arg("settings").none(), nb::arg("stream"))
-        .def("look", [](Runner& runner, const Task& task) {
-            const Seen seen = runner.look(task);
-            return std::tuple(seen.key, seen.waits, seen.path);
-        })
+        .def("look", &Runner::look)
         .def("first", &Runner::first)
         .def_prop_ro("failed", &Runner::failed)
         .def("rethrow", [](Runner& runner) {
@@ -268,12 +265,7 @@ NB_MODULE(_runner, module) {
             const Used now = runner.used(lane);
             return std::tuple(now.busy_s, now.bytes, now.operations);
         })
-        .def("ran", [](Runner& runner) {
-            std::vector<std::tuple<int64_t, int, int64_t, double, double>> found;
-            for (const auto& [number, part, bytes, start, stop] : runner.ran())
-                found.emplace_back(number, int(part), bytes, start, stop);
-            return found;
-        });
+        .def("ran", &Runner::ran);
     module.def("open", &open_runner, nb::arg("lanes"), nb::arg("disk"), nb::arg("slots"),
                nb::arg("kept"), nb::arg("driver").none(), nb::arg("pace").none(),
                nb::arg("threads"), nb::keep_alive<0, 6>());

@@ -140,7 +140,7 @@ void Runner::finish(Task& task, const std::vector<driver::Stream>& streams) {
     }
     Turn turn(*this);
     require(task.state == State::RUNNING && task.ended_at == 0, "what is finished has begun");
-    if (task.of_user) record({task.number, Part::WORK, task.bytes, task.began_at, now()});
+    if (task.of_user) record({task.number, int(Part::WORK), task.bytes, task.began_at, now()});
     if (compute.events.empty()) {
         done(&task);
         work_at_hand(turn);
@@ -170,11 +170,11 @@ void Runner::live_of_device() {
     }
 }
 
-Seen Runner::look(const Task& task) {
+std::tuple<Key, std::vector<int64_t>, Path> Runner::look(const Task& task) {
     const Turn turn(*this);
-    Seen seen{task.key, {}, path_of(task)};
-    for (const Task* other : task.waits) seen.waits.push_back(other->serial);
-    return seen;
+    std::vector<int64_t> waits;
+    for (const Task* other : task.waits) waits.push_back(other->serial);
+    return {task.key, waits, path_of(task)};
 }
 
 void Runner::perform(const Work& work, const Settings* settings, driver::Stream stream) {
@@ -237,34 +237,37 @@ Used Runner::used(int lane) {
     return used;
 }
 
-std::deque<Ran> Runner::ran() {
+std::vector<Ran> Runner::ran() {
     const Turn turn(*this);
-    return ran_;
+    return {ran_.begin(), ran_.end()};
+}
+
+static const std::vector<Link>* links_of(const Task& task) {
+    return task.work != nullptr ? task.work->links() : nullptr;
 }
 
 int Runner::number_of(const Task& task) const {
-    const auto* links = task.work != nullptr ? task.work->links() : nullptr;
+    const auto* links = links_of(task);
     return links != nullptr && !links->empty() ? links->front().front().lane : task.lane;
 }
 
-bool Runner::has_work(const Lane& lane) const {
-    return std::ranges::any_of(lane.ready, [this](const auto& entry) {
-        const Work* work = entry.second->work.get();
-        return !free_.empty() || work == nullptr || work->links() == nullptr;
+// The most urgent task that a lane may begin. A stream is passed by while no slot is free.
+Runner::Ready::const_iterator Runner::may_begin(const Lane& lane) const {
+    return std::ranges::find_if(lane.ready, [this](const auto& entry) {
+        const auto* links = links_of(*entry.second);
+        return links == nullptr || links->empty() || !free_.empty();
     });
 }
 
-// A stream stays queued until all its links have begun, and is passed by while no slot is free.
+// A stream stays queued until all its links have begun.
 Task* Runner::next(Lane& lane) {
-    for (auto at = lane.ready.begin(); at != lane.ready.end(); ++at) {
-        Task* task = at->second;
-        const auto* links = task->work != nullptr ? task->work->links() : nullptr;
-        if (links != nullptr && !links->empty() && free_.empty()) continue;
-        if (links == nullptr || task->next_link + 1 >= links->size()) lane.ready.erase(at);
-        task->state = State::RUNNING;
-        return task;
-    }
-    return nullptr;
+    const auto at = may_begin(lane);
+    if (at == lane.ready.end()) return nullptr;
+    Task* const task = at->second;
+    const auto* links = links_of(*task);
+    if (links == nullptr || task->next_link + 1 >= links->size()) lane.ready.erase(at);
+    task->state = State::RUNNING;
+    return task;
 }
 
 // On slower hardware, as tests imitate it, what began at that time ends later.
@@ -281,7 +284,7 @@ double Runner::delayed(Turn& turn, Lane& lane, const Task& task, double since) {
 
 void Runner::ended(Lane& lane, const TaskPtr& task, double since) {
     lane.ended_at = now();
-    record({task->number, task->part, task->bytes, since, lane.ended_at});
+    record({task->number, int(task->part), task->bytes, since, lane.ended_at});
     lane.used.bytes += task->bytes;
     lane.used.operations++;
     done(task.get());
@@ -352,7 +355,7 @@ void Runner::work_at_hand(Turn& turn) {
 }
 
 void Runner::record(const Ran& ran) {
-    if (ran.number < 0 || options_.ran_max == 0) return;
+    if (options_.ran_max == 0) return;
     if (ran_.size() == options_.ran_max) ran_.pop_front();
     ran_.push_back(ran);
 }

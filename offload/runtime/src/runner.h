@@ -63,20 +63,11 @@ struct Queued {
     After after;
 };
 
-struct Ran {
-    int64_t number;
-    Part part;
-    int64_t bytes;
-    double start, stop;
-};
+// The number of an op, which part of it, its bytes, when it began and ended.
+using Ran = std::tuple<int64_t, int, int64_t, double, double>;
 
-// What can be seen of a task that others are changing.
-struct Seen {
-    Key key;
-    std::vector<int64_t> waits;  // serial numbers
-    // The lanes that led to it, latest first, each with the time since when it could.
-    std::vector<std::pair<int, double>> path;
-};
+// Lanes that led to a task, latest first, each with the time since when that could begin.
+using Path = std::vector<std::pair<int, double>>;
 
 // When a task, or a part of one, that began at that time may end at the earliest: for tests that
 // imitate slower hardware. It may throw.
@@ -112,7 +103,8 @@ public:
     void finish(Task& task, const std::vector<driver::Stream>& streams);
     // Wait at most so long until a task is over. Whether it is.
     bool over(Task& task, double seconds);
-    Seen look(const Task& task);
+    // The urgency of a task, the serial numbers of those that it waits for, and what led to it.
+    std::tuple<Key, std::vector<int64_t>, Path> look(const Task& task);
     // Begin the most urgent task of a lane, and nothing of its work; none where none is ready.
     TaskPtr first(int lane);
     // Do a work on the calling thread, or on that stream of the user's. Returns when the host is
@@ -127,13 +119,15 @@ public:
     // What a lane has done.
     Used used(int lane);
     // The last works and computes of the user, in the order of their end.
-    std::deque<Ran> ran();
+    std::vector<Ran> ran();
 
 private:
     using Place = std::tuple<Key, int64_t>;
 
+    using Ready = std::set<std::pair<Place, Task*>>;
+
     struct Lane {
-        std::set<std::pair<Place, Task*>> ready;
+        Ready ready;
         std::condition_variable wake;
         bool asleep = false;
         Used used;
@@ -155,7 +149,8 @@ private:
     void fail(Turn& turn, std::exception_ptr failure);
     // The lane that runs a task; of a stream that of the drives, which hands its works out.
     int number_of(const Task& task) const;
-    bool has_work(const Lane& lane) const;
+    Ready::const_iterator may_begin(const Lane& lane) const;
+    bool has_work(const Lane& lane) const { return may_begin(lane) != lane.ready.end(); }
     Task* next(Lane& lane);
     void begin_work(Turn& turn, Lane& lane, Task* task);
     void run_work(Turn& turn, Lane& lane, Task* task);
@@ -173,7 +168,7 @@ private:
     void record(const Ran& ran);
     void link(Task* other, Task* task);
     void done(Task* task);
-    std::vector<std::pair<int, double>> path_of(const Task& task) const;
+    Path path_of(const Task& task) const;
     void release(Task* task);
     void try_ready(Task* task, Task* last);
     void hurry(Task* task, Key key);

@@ -39,8 +39,8 @@ void Runner::done(Task* task) {
 
 // The lanes that led to a task, latest first; before them the one that does it. A stream is the
 // drive's, whatever lane computes, and the user's compute is the device's once it is queued there.
-std::vector<std::pair<int, double>> Runner::path_of(const Task& task) const {
-    std::vector<std::pair<int, double>> found;
+Path Runner::path_of(const Task& task) const {
+    Path found;
     if (!task.of_user)
         found.emplace_back(number_of(task) == options_.disk ? options_.disk : task.lane,
                            task.ready_at);

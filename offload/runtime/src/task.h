@@ -27,7 +27,7 @@ struct Task : std::enable_shared_from_this<Task> {
     std::shared_ptr<const Work> work;  // none where it is the user's
     std::shared_ptr<const Settings> settings;  // of the step
     int64_t bytes = 0;                         // that it counts for
-    int64_t number = -1;  // by which Python knows what has run; less than zero: it need not
+    int64_t number = 0;  // by which Python knows what has run
     Part part = Part::WORK;
     // Of a stream: its next link to begin, and how many are not over. Of a stage of a link: whose
     // it is, which, and the staging slot.
