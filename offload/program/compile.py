@@ -75,11 +75,10 @@ def compute_phase(plan: Plan, name: str, order: Sequence[int], in_slots: dict[Pl
 def pass_phase(
     plan: Plan, verb: Verb, order: Sequence[int], start: int, in_slots: dict[Place, int]
 ) -> tuple[Phase, list[int]]:
-    """The fetches and computes of the units in `order`, of which the first is at position `start`
-    of its pass; updates `in_slots`.
+    """The fetches and computes of the units in `order`, the first at position `start` of its pass;
+    and how many ops there are up to the compute of each. Updates `in_slots`.
 
-    Returns the phase, and how many ops it has up to the compute of each unit. A unit whose backward
-    needs no weights comes in one only to be recomputed.
+    A unit whose backward needs no weights comes in one only to be recomputed.
     """
     entry, held, ops, ends = dict[Place, int](), dict(in_slots), list[Op](), list[int]()
     for position, unit in enumerate(order, start):
@@ -227,10 +226,8 @@ def add_gradient(plan: Plan, unit: int, deadline: int) -> list[Op]:
 
 
 def passing(plan: Plan, unit: int, *, again: bool) -> Use:
-    """Where a gradient lies in memory as it goes home, `again` where it is added to what is there.
-
-    That is home, and on the way to nvme the place from which it is written.
-    """
+    """Where a gradient lies in memory as it goes home: there, or where it is written to nvme from.
+    It is `again` where it is added to what is there."""
     place = plan.home("gradient", unit)
     if place.tier == "nvme":
         place = Place("cpu", "deposit" if again else "gradient", unit % STAGES)
@@ -238,10 +235,7 @@ def passing(plan: Plan, unit: int, *, again: bool) -> Use:
 
 
 def square(plan: Plan, unit: int, at: Use | None = None) -> Op:
-    """Sum the squares of a gradient, by chunk, at home or where it is `passing`.
-
-    See [Note: Streams] of `ops`.
-    """
+    """Sum the squares of a gradient, at home or where it is `passing`."""
     value = Value("gradient", unit)
     at = at or Use(plan.home("gradient", unit), value)
     partial = Use(Place("cpu", "partial", unit), value)
@@ -256,7 +250,7 @@ def norm(partials: Sequence[Use]) -> Op:
 
 
 def update(plan: Plan, unit: int, deadline: int) -> Op:
-    """Take the optimizer's step on a unit; see [Note: Streams] of `ops`."""
+    """Take the optimizer's step on a unit."""
     gradient, weight, state = (
         Use(plan.home(kind, unit), Value(kind, unit)) for kind in ("gradient", "weight", "state")
     )

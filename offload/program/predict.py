@@ -56,8 +56,8 @@ def predict(
     early: bool = True,
     tries: bool = True,
 ) -> Prediction:
-    """Arguments as of `simulate`, of which `early` is `updates_in_backward`; with `tries` each lane
-    that matters is tried twice as fast, too."""
+    """Arguments as of `simulate`, of which `early` is `updates_in_backward`; with `tries` each
+    lane that matters is tried twice as fast."""
 
     def found(machine: Machine, share: float = 1.0) -> Prediction:
         few = min(micro_batches, MICRO_BATCHES)

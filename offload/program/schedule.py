@@ -107,7 +107,6 @@ class Scoreboard(Generic[Follower]):
     """
 
     def __init__(self) -> None:
-        """No access yet."""
         self._accesses: dict[object, list[tuple[Follower, bool]]] = {}
         """Of every place, in order: the task, and whether it writes."""
 
@@ -141,11 +140,8 @@ class Schedule:
     """All tasks that are not over."""
 
     def __init__(self) -> None:
-        """Empty."""
         self._queues: dict[Lane, list[tuple[Key, int, Task]]] = {lane: [] for lane in Lane}
         """Heaps; a task may be in one twice, with the urgency that it had and the one lent."""
-
-    # -- tasks --------------------------------------------------------------------------------
 
     def add(self, task: Task, waits: Iterable[Task]) -> None:
         """Let `task` be ready when `waits` are over."""
@@ -161,8 +157,6 @@ class Schedule:
         task.go(State.DONE)
         self._release(task)
 
-    # -- what goes next -----------------------------------------------------------------------
-
     def first(self, lane: Lane) -> Task | None:
         """The most urgent task that is ready on `lane`; the user's own are not among them."""
         queue = self._queues[lane]
@@ -177,8 +171,6 @@ class Schedule:
             task.go(State.RUNNING)  # What is left of it in the queue goes when it comes first.
         return task
 
-    # -- inside -------------------------------------------------------------------------------
-
     def _link(self, other: Task, task: Task) -> None:
         other.followers.append(task)
         task.waits.append(other)
@@ -191,7 +183,6 @@ class Schedule:
         task.followers, task.waits = [], []
 
     def _try(self, task: Task) -> None:
-        """Make `task` ready if nothing is in its way."""
         if not task.missing and task.state is State.WAITING:
             task.go(State.READY)
             self._queue(task)

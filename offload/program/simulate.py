@@ -7,16 +7,14 @@ belong to the pass of the next forward, which needs their results.
 
 The user's thread issues all ops of a pass, then computes unit after unit, blocked until a unit's
 waits are done. In the last backward of a step it issues the squares of each unit as its gradient
-goes home; after that what is left of `norm`, and `update`. Then it spends
-`host_seconds`, and begins the next forward. Before the first update of a step it is blocked until
-the updates of the step before are done, as by `Updates.settle`. The engine's ops on the compute
-lane (updates of states that live on the device) share the device with the user, one op at a time.
-If the CPU is the compute device, that lane is a thread beside the user's, and both run at full
-speed.
+goes home; after that what is left of `norm`, and `update`. Then it spends `host_seconds`, and
+begins the next forward. Before the first update of a step it is blocked until the updates of the
+step before are done, as by `Updates.settle`. The engine's ops on the compute lane share the device
+with the user, one op at a time; if the CPU computes, they run beside the user's at full speed.
 
 Over several ranks this is one of them, which all do the same at the same time. A collective is one
-op of the lane `comm`: the user's thread launches it and goes on, as with a copy. Its sums are made
-on the compute lane. See [Note: What ranks share] of `machine`.
+op of the lane `comm`, and its sums are made on the compute lane. See [Note: What ranks share] of
+`machine`.
 
 Each op of the engine takes `Machine.op_seconds`, and its bytes at the speed of its lane. An op that
 moves chunks inside ([Note: Streams] of `ops`) is done in as many pieces as there are chunks, up to
@@ -89,13 +87,10 @@ def simulate(
 
     Args:
         machine: speeds of the lanes; its capacities are ignored.
-        compute_seconds: of the user's compute, by unit and `Verb.FORWARD` or `BACKWARD`.
         steps: of which the first one or two differ from the steady state.
         host_seconds: spent by the user's thread after each `step()`.
         updates_in_backward: issue a unit's update after its last backward, as with
-            Config.micro_batches, instead of at `step()`. Ignored if the program clips: as in the
-            engine, updates then wait for the norm.
-
+            Config.micro_batches. If the program clips it waits for the norm at `step()`, as always.
     """
     assert min(steps, micro_batches) > 0 <= host_seconds
     simulation = _Simulation(program, machine, compute_seconds, host_seconds)

@@ -37,22 +37,14 @@ class ProgramError(ValueError):
 
 
 def verify_pass(plan: Plan, phase: Phase) -> None:
-    """Check a pass in any order before its first run, see [Note: What is checked].
-
-    Raises:
-        ProgramError: the first broken rule.
-    """
+    """Raise ProgramError for the first rule that a pass breaks, see [Note: What is checked]."""
     for op in phase.ops:
         check_op(plan, op)
     Walk(plan, phase.entry).run(phase)
 
 
 def check_op(plan: Plan, op: Op) -> None:
-    """Check an op by itself, before its first run.
-
-    Raises:
-        ProgramError: the rule that it breaks.
-    """
+    """Raise ProgramError for a value that is not where an op has it."""
     for use in (*op.reads, *op.writes):
         if rule := misfit(plan, use):
             raise ProgramError(f"{op_text(plan, op)}: {rule}", "an op")

@@ -16,33 +16,26 @@ from torch.utils import _python_dispatch as _modes
 
 no_trap: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
 """A context in which `__torch_function__` of subclasses is not called: the engine reads and sets
-what a parameter at rest really holds. Documented by torch, though in a private module. Nothing else
-serves."""
+what a parameter at rest really holds. Nothing else serves."""
 
 
 def graph_task() -> int:
-    """Autograd's number of the innermost backward on this thread; -1 where none runs.
-
-    It tells a recompute from a forward, and one backward from another. Nothing else serves.
-    """
+    """Autograd's number of the innermost backward on this thread; -1 where none runs. It tells a
+    recompute from a forward, and one backward from another. Nothing else serves."""
     return int(torch._C._current_graph_task_id())
 
 
 def call_at_end(callback: Callable[[], None]) -> None:
     """Let the backward that runs on this thread call `callback` when it ends, unless it raises.
-
-    FSDP and DDP of torch rely on it, too. Nothing else serves.
-    """
+    Nothing else serves."""
     engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
     engine.queue_callback(callback)
 
 
 def saving_hooks() -> tuple[Any, Any] | None:
-    """The saved-tensor hooks that are active on this thread: pack and unpack.
-
-    Torch calls the innermost pair alone, so the engine's own call these. Where the name is missing
-    nothing is known of them, and checkpoints around a unit keep nothing of what is saved inside.
-    """
+    """The saved-tensor hooks that are active on this thread: pack and unpack. Torch calls the
+    innermost pair alone, so the engine's own call these. Where the name is missing checkpoints
+    around a unit keep nothing of what is saved inside."""
     with suppress(AttributeError):
         return torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore
     return None
