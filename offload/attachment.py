@@ -45,7 +45,6 @@ from offload.planning.machine import (
 from offload.planning.planner import remarks
 from offload.planning.tiers import TIERS
 from offload.program.ops import Value
-from offload.runtime import entry as entries
 from offload.runtime.device import CPU, Device, compute_device
 from offload.runtime.entry import entry
 from offload.runtime.memory import Memory, zeros_on
@@ -363,10 +362,7 @@ class _Attaching:
                 warn_user(" ".join(str(one.notice) for one in files))
             memory = Memory(self.plan, self.device)
             failed.pop_all()
-        trace = None
-        if self.config.trace:
-            entries.record()
-            trace = Trace(self.plan.profile)
+        trace = Trace(self.plan.profile) if self.config.trace else None
         return Runner(self.plan, memory, store, self.device, pace, trace)
 
     # -- moving the values -------------------------------------------------------------------------

@@ -4,7 +4,6 @@ import json
 import re
 import sys
 import time
-from collections import deque
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -24,7 +23,6 @@ from offload.planning.machine import Machine
 from offload.program.ops import Lane, Op, Use, Value, Verb
 from offload.program.simulate import simulate
 from offload.reporting import OTHER, Prediction, Run, Span, Wait, clip, seconds
-from offload.runtime import entry
 from offload.runtime.stats import SPANS_MAX, Ran, Stepped, Trace
 from tests import test_overlap as overlap_tests
 from tests.examples import cheap
@@ -352,8 +350,7 @@ def test_off_by_a_flag():
         offload.Config(trace=1)
 
 
-def test_a_ring_says_from_when_it_is_whole(monkeypatch):
-    monkeypatch.setattr(entry, "_calls", deque(maxlen=0))  # Those of other tests.
+def test_a_ring_says_from_when_it_is_whole():
     trace = Trace()
     assert trace.since == 0.0
     for k in range(SPANS_MAX + 10):

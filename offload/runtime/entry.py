@@ -52,32 +52,15 @@ def uncompiled(function: Callable[Parameters, Result]) -> Callable[Parameters, R
     return skipped
 
 
-CALLS_MAX = 1 << 16
-"""Calls kept for reports; more than ops, as each large gradient is one."""
-
-Call = tuple[float, float, object]
-"""Begin and end by `time.perf_counter`, and the key of the trace of the engine called."""
-
 _now = time.perf_counter
 _tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
-_calls: deque[Call] = deque(maxlen=0)
 _interruptions: list[str] = []
 _WHOLE = "_offload_state_is_whole"
 
-owner: object = None
-"""Key of the engine whose call is under way; set by the engine."""
-
-
-def record() -> None:
-    """Keep `calls` from now on."""
-    global _calls
-    if not _calls.maxlen:
-        _calls = deque(maxlen=CALLS_MAX)
-
-
-def calls() -> deque[Call]:
-    """The last calls into all engines of the process."""
-    return _calls.copy()
+NOWHERE: deque[tuple[float, float]] = deque(maxlen=0)
+calls = NOWHERE
+"""Begin and end, by `time.perf_counter`, of the last calls into the engine whose call is under way;
+set by the engine."""
 
 
 def interruptions() -> list[str]:
@@ -121,7 +104,7 @@ def entry(function: Callable[Parameters, Result]) -> Callable[Parameters, Result
                 setattr(error, _WHOLE, True)  # Noted once, through however many entries it goes.
             raise
         finally:
-            _calls.append((since, _now(), owner))
+            calls.append((since, _now()))
 
     return call
 

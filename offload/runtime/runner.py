@@ -92,8 +92,7 @@ class Runner:
         self.on_failure: Callable[[BaseException], object] = id
         """Called, perhaps more than once, with what has ended everything."""
         self._failure: BaseException | None = None
-        self.owner = trace and trace.key
-        """The key by which calls into this engine are recorded."""
+        self._calls = trace.called if trace else entry.NOWHERE
         try:
             self._lanes = self._open(pace, trace)
         except BaseException as error:
@@ -198,7 +197,7 @@ class Runner:
         self._check_lanes()
 
     def _check_lanes(self) -> None:
-        entry.owner = self.owner
+        entry.calls = self._calls
         if self._failure is None and self._lanes.failed:
             self._failure = self._lanes.failure()
         if self._failure is not None:

@@ -18,7 +18,6 @@ from offload.planning.profile import Profile
 from offload.planning.tiers import format_bytes
 from offload.program.ops import Lane, Op
 from offload.reporting import Wait
-from offload.runtime.entry import Call, calls
 
 SPANS_MAX = 1 << 14
 """Ops that a ring keeps: some megabytes, and for most models ten steps or more."""
@@ -27,6 +26,9 @@ CHUNK_SPANS_MAX = 48
 """Ops that it keeps per chunk of the model, if that is more: three steps of a large model."""
 
 STEPS_MAX = 1 << 10
+
+CALLS_MAX = 1 << 16
+"""More than ops, as each large gradient is one."""
 
 
 @dataclass(slots=True)
@@ -59,38 +61,29 @@ class Stepped(NamedTuple):
 
 
 class Trace:
-    """The last waits and steps of an engine; a copy has the ops and the calls, too."""
+    """The last ops, waits and steps of an engine, and calls into it; ops are in copies only."""
 
     def __init__(self, profile: Profile | None = None):
-        self.key = object()
-        """Identifies the calls into this engine."""
         chunks = sum(len(unit.chunks) for unit in profile.units) if profile else 0
         self.ran: deque[Ran] = deque(maxlen=max(SPANS_MAX, CHUNK_SPANS_MAX * chunks))
         self.waited: deque[Wait] = deque(maxlen=SPANS_MAX)
         self.stepped: deque[Stepped] = deque(maxlen=STEPS_MAX)
-        self._calls = deque[Call]()
-        """Into all engines."""
+        self.called: deque[tuple[float, float]] = deque(maxlen=CALLS_MAX)
+        """Start and stop."""
 
     def copy(self, ran: Iterable[Ran]) -> Trace:
         """A copy with what `ran`, made while nothing is recorded."""
         copied = Trace()
-        copied.key, copied._calls = self.key, calls()
         copied.ran = deque(ran, self.ran.maxlen)
         copied.waited, copied.stepped = self.waited.copy(), self.stepped.copy()
+        copied.called = self.called.copy()
         return copied
-
-    @property
-    def called(self) -> list[tuple[float, float]]:
-        """Start and stop of the calls into this engine."""
-        return [(start, stop) for start, stop, of in self._calls if of is self.key]
 
     @property
     def since(self) -> float:
         """The time after which nothing was dropped; 0.0 if nothing was."""
-        full = [ring[0].stop for ring in (self.ran, self.waited) if len(ring) == ring.maxlen]
-        if self._calls and len(self._calls) == self._calls.maxlen:
-            full.append(self._calls[0][1])
-        return max(full, default=0.0)
+        rings = self.ran, self.waited, self.called
+        return max((ring[0][-1] for ring in rings if len(ring) == ring.maxlen), default=0.0)
 
 
 class LaneStats:
