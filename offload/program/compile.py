@@ -28,10 +28,8 @@ from offload.program.ops import (
     Verb,
     part_of,
 )
-from offload.program.schedule import uncollected
 
 
-@uncollected()
 def compile_program(plan: Plan) -> Program:
     """The phases of a model under `plan`."""
     profile = plan.profile

@@ -15,27 +15,13 @@ first. Priority is inherited: a task is at least as urgent as every task that wa
 
 from __future__ import annotations
 
-import gc
 import heapq
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from enum import Enum
 from itertools import dropwhile
 from typing import Any, Generic, TypeVar
 
 from offload.program.ops import OF_USER, Lane, Op
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """For what makes hundreds of thousands of ops and no garbage: scanning takes half its time."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
 
 
 class State(Enum):

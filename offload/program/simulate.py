@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 from offload.planning.machine import Machine
 from offload.program.compile import compute_phase, parts_of, passing, square
 from offload.program.ops import Lane, Op, Program, Verb, cells
-from offload.program.schedule import Schedule, Scoreboard, State, Task, uncollected
+from offload.program.schedule import Schedule, Scoreboard, State, Task
 
 ComputeSeconds = Callable[[int, Verb], float]
 """Seconds of the user's forward or backward of a unit, by (unit, verb)."""
@@ -72,7 +72,6 @@ class Timeline:
         return self.waited[-1]
 
 
-@uncollected()
 def simulate(
     program: Program,
     machine: Machine,
