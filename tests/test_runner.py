@@ -38,33 +38,6 @@ def op(
     return Op(lane, verb, Value("state", 0, 0), tuple(uses[0]), tuple(uses[1]), 0, deadline)
 
 
-# -- transitions -------------------------------------------------------------------------------
-
-LEGAL = {
-    ("WAITING", "READY"),
-    ("READY", "RUNNING"),
-    ("RUNNING", "DONE"),
-    ("WAITING", "CANCELLED"),
-    ("READY", "CANCELLED"),
-}
-
-
-@pytest.mark.parametrize("one", State)
-@pytest.mark.parametrize("other", State)
-def test_every_transition_of_a_task(one: State, other: State) -> None:
-    task = Task(op(Lane.CPU), (0, 0), 1)
-    task.state = one
-    if (one.name, other.name) in LEGAL:
-        task.go(other)
-        assert task.state is other
-        assert task.over == (other in (State.DONE, State.CANCELLED))
-        assert task.begun == (other in (State.RUNNING, State.DONE))
-    else:
-        with pytest.raises(AssertionError):
-            task.go(other)
-        assert task.state is one
-
-
 def test_the_scoreboard_keeps_reads_behind_writes_and_writes_behind_both() -> None:
     board: Scoreboard[Task] = Scoreboard()
     write, one, two, again = (Task(op(Lane.CPU), (0, 0), serial) for serial in range(4))

@@ -268,5 +268,5 @@ def parts_of(plan: Plan, op: Op) -> tuple[list[Op], list[Op]]:
             if place.use == "home":
                 for start, stop in pairwise(route(place.tier, at)[::way]):
                     sizes[start, stop] += plan.bytes_of(kind, unit)
-        found.append([part_of(op, size, *hop) for hop, size in sizes.items()])
+        found.append([part_of(op, size, hop) for hop, size in sizes.items()])
     return found[0], found[1]

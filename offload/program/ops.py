@@ -157,8 +157,10 @@ FACTOR = Use(Place("cpu", "factor"), Value("gradient", ALL_UNITS))
 """The clip factor of all gradients: written by `norm`, read by every update."""
 
 
-def part_of(op: Op, size: int, start: Tier, stop: Tier) -> Op:
-    """What an op has moved inside from one tier to the next, see [Note: Streams]; for reports."""
-    lane = LANE_OF_MOVE[start, stop]
-    source, into = (Use(Place(tier, "home"), op.value) for tier in (start, stop))
+def part_of(op: Op, size: int, way: tuple[Tier, Tier] | None) -> Op:
+    """What of an op moves so many bytes from one tier to the next, or works on them (None)."""
+    if way is None:
+        return replace(op, bytes=size)
+    source, into = (Use(Place(tier, "home"), op.value) for tier in way)
+    lane = LANE_OF_MOVE[way]
     return replace(op, lane=lane, verb=Verb.MOVE, reads=(source,), writes=(into,), bytes=size)

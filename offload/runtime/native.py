@@ -14,7 +14,6 @@ import contextlib
 import importlib
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -95,16 +94,14 @@ class Native:
         _native.share_pool(self._kernel.native.pool())
         self._operations = {name: at for at, name in enumerate(self._kernel.native.OPERATIONS)}
         self._on_device = driver is not None
-        told = (
-            None
-            if pace is None
-            else (
-                lambda number, part, size, at: pace(_part(list(self._ops)[number], part, size), at)
-            )
-        )
+
+        def told(number: int, part: int, size: int, since: float) -> float:
+            assert pace is not None
+            return pace(part_of(list(self._ops)[number], size, _WAYS[part]), since)
+
         stages = CHUNK_STAGES if plan is None else plan.profile.chunk_stages
         self._runner = runner = _native.open(
-            len(_LANES), _NUMBER[Lane.DISK], stages, kept, driver, told, threads
+            len(_LANES), _NUMBER[Lane.DISK], stages, kept, driver, pace and told, threads
         )
         self._numbers: dict[object, int] = {}
         """Of every place."""
@@ -179,7 +176,7 @@ class Native:
         """The last works, and computes of the user, as they ended."""
         ops = list(self._ops)
         return [
-            Ran(_part(ops[number], part, size), start, stop)
+            Ran(part_of(ops[number], size, _WAYS[part]), start, stop)
             for number, part, size, start, stop in self._runner.ran()
         ]
 
@@ -279,9 +276,3 @@ class Native:
 
 def _at(at: At) -> tuple[int, int]:
     return at.bytes.data_ptr(), at.stride
-
-
-def _part(op: Op, part: int, size: int) -> Op:
-    """What of an op a lane has done."""
-    way = _WAYS[part]
-    return replace(op, bytes=size) if way is None else part_of(op, size, *way)

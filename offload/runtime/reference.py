@@ -34,8 +34,8 @@ from offload.runtime.works import (
     Combine,
     Copy,
     Job,
-    Link,
     Squares,
+    Stage,
     Transfer,
     Update,
     Work,
@@ -235,26 +235,13 @@ class Reference:
     @torch.no_grad()
     def _perform(self, op: Op, work: Work, settings: Settings | None) -> None:
         """Do all of an op's work; the device is through with it then."""
-        since = time.perf_counter()
-        for link in work.links or ():
-            since += self._link(op, link, settings)
-        for job in work.jobs:
-            self._job(op, job, settings)
-        self._device.drain()
-        self._did(op, since)
-
-    def _link(self, op: Op, link: Link, settings: Settings | None) -> float:
-        """What is done for a chunk. Returns the seconds in which it was moved."""
-        moved = 0.0
-        for stage in link:
+        whole = Stage(op.lane, work.jobs, None, op.bytes)
+        for stage in [whole] if work.links is None else itertools.chain(*work.links):
             since = time.perf_counter()
             for job in stage.jobs:
                 self._job(op, job, settings)
             self._device.drain()
-            if stage.way is not None:
-                self._did(part_of(op, stage.bytes, *stage.way), since)
-                moved += time.perf_counter() - since
-        return moved
+            self._did(part_of(op, stage.bytes, stage.way), since)
 
     def _job(self, op: Op, job: Job, settings: Settings | None) -> None:
         match job:
