@@ -13,7 +13,6 @@ from math import prod
 import torch
 
 from offload.planning.layout import FULL, Buffer, Place, Plan
-from offload.planning.profile import Kind
 from offload.planning.tiers import Tier, format_bytes
 from offload.program.compile import weight_in_use
 from offload.program.ops import ALL_CHUNKS, Use, Value
@@ -36,33 +35,23 @@ class Memory:
         """Allocate and touch both arenas, or raise MemoryError."""
         self._plan, self._device = plan, device
         self.arenas: dict[Tier, Arena] = {}
-        self._homes: dict[tuple[Kind, int], torch.Tensor] = {}
-        self._slots: dict[Place, torch.Tensor] = {}
-        self._views: dict[Use, torch.Tensor] = {}
-        """Cache of `at`, for values of units."""
         for tier in _TIERS:
             self.take(tier)
 
     def take(self, tier: Tier) -> None:
         """Allocate and touch the arena of a tier that has none, or raise MemoryError."""
         plan, device = self._plan, CPU if tier == "cpu" else self._device
-        homes = {k: b for k, b in plan.homes.items() if b.tier == tier and plan.in_arena(*k)}
-        slots = {place: b for place, b in plan.slots.items() if b.tier == tier}
-        driver = self._device.driver if tier == "cpu" else None
-        edges = [
-            b.offset for b in (*homes.values(), *slots.values()) if b.offset % _PAGE_BYTES == 0
-        ]
-        arena = Arena(plan.arena_bytes(tier), device, driver=driver, edges=edges)
-        self.arenas[tier] = arena
-        self._homes |= {key: arena.view(home) for key, home in homes.items()}
-        self._slots |= {place: arena.view(slot) for place, slot in slots.items()}
+        homes = [buffer for key, buffer in plan.homes.items() if plan.in_arena(*key)]
+        offsets = [b.offset for b in (*homes, *plan.slots.values()) if b.tier == tier]
+        self.arenas[tier] = Arena(
+            plan.arena_bytes(tier),
+            device,
+            driver=self._device.driver if tier == "cpu" else None,
+            edges=[offset for offset in offsets if offset % _PAGE_BYTES == 0],
+        )
 
     def give_back(self, tier: Tier) -> None:
         """Free the arena of a tier."""
-        self._views.clear()
-        homes = self._homes.items()
-        self._homes = {key: home for key, home in homes if self._plan.homes[key].tier != tier}
-        self._slots = {place: slot for place, slot in self._slots.items() if place.tier != tier}
         if tier == "device":
             self._device.drain_all()
         self.arenas.pop(tier).close()
@@ -76,19 +65,16 @@ class Memory:
 
     def at(self, use: Use) -> torch.Tensor:
         """The bytes of a value at a place of a memory tier: flat uint8."""
-        found = self._views.get(use)
-        if found is not None:
-            return found
         place, value = use
         start, size = self.extent(value)
         if place.use == "home":
-            found = self._homes[value.kind, value.unit][start : start + size]
-        else:
-            full = place.use in FULL
-            found = self._slots[place][: self._plan.size_at(place, *value[:2]) if full else size]
-        if value.chunk == ALL_CHUNKS and not torch.is_inference_mode_enabled():
-            self._views[use] = found
-        return found
+            return self._view(self._plan.homes[value.kind, value.unit])[start : start + size]
+        full = place.use in FULL
+        size = self._plan.size_at(place, *value[:2]) if full else size
+        return self._view(self._plan.slots[place])[:size]
+
+    def _view(self, buffer: Buffer) -> torch.Tensor:
+        return self.arenas[buffer.tier].view(buffer)
 
     def weights(self, unit: int) -> torch.Tensor:
         """The weights of a unit while it computes: its slot, or its home on the device."""
@@ -96,7 +82,8 @@ class Memory:
 
     def workspace(self) -> torch.Tensor | None:
         """Scratch memory for updates and sums on the device; None where the plan has none."""
-        return self._slots.get(_WORKSPACE)
+        slot = self._plan.slots.get(_WORKSPACE)
+        return None if slot is None else self._view(slot)
 
     def extent(self, value: Value) -> tuple[int, int]:
         """Offset and bytes, in its unit's buffer, of a value or of one of its chunks."""
@@ -115,7 +102,6 @@ class Memory:
         """Free all arenas."""
         with contextlib.suppress(RuntimeError):  # A failed device has nothing in flight.
             self._device.drain_all()
-        self._homes, self._slots, self._views = {}, {}, {}
         for arena in self.arenas.values():
             arena.close()
 
