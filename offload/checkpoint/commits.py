@@ -22,8 +22,8 @@ import secrets
 import socket
 import stat
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NoReturn
 
 import numpy as np
 import safetensors.torch
@@ -62,9 +62,9 @@ ORPHANS_S = 15.0
 class RunDirectory:
     """A directory that one process at a time commits to."""
 
-    def __init__(self, path: str, *, resume: bool = True, keeps: bool = False) -> None:
-        """Make it where it is not there, own it, and read its commit. With `keeps` the commit
-        before stays whole until there is another ([Note: Commits of ranks] of `rank_commits`).
+    def __init__(self, path: str, *, resume: bool = True, of_rank: bool = False) -> None:
+        """Make it where it is not there, own it, and read its commit, which is a part of one over
+        ranks where it is `of_rank`.
 
         Raises:
             OSError: it is another process's, or others may change it; it cannot be made or read;
@@ -78,63 +78,63 @@ class RunDirectory:
         self.commit: dict[str, Any] | None = None
         self.committed: dict[str, Any] = {}
         """The layout of the commit."""
-        self._layout_name, self._keeps = "", keeps
-        self._kept_layout: str | None = None
-        """Of the commit before, where that is kept."""
+        self._layout_name = ""
+        """Of the next commit."""
+        self._kept = set[str]()
+        """Files that the commit names, or the one before: nothing of them is deleted."""
         self.together: Any = None
         """`rank_commits.Together`, with several ranks."""
-        self._sure = True
-        """Whether `commit` is the one on the drive."""
         try:
             if os.path.exists(self._at(COMMIT)):
-                self.commit, self.committed = read_commit(self.path)
-                self._layout_name = self.commit["layout"]
-                if ("part" in self.commit["run"]) != keeps:
-                    told = "a part of one over ranks" if not keeps else "all of one of one process"
-                    raise FileExistsError(
-                        errno.EEXIST,
-                        f"asked for a durable run; found {told}; give another name",
-                        self.path,
-                    )
-                if not resume:
-                    raise FileExistsError(
-                        errno.EEXIST,
-                        f"asked for a new run (resume=False); found the commit of step "
-                        f"{self.commit['run']['step']}; give another name",
-                        self.path,
-                    )
-                moved = self.committed["inode"] != os.stat(self.path).st_ino
-                if moved and any(self.committed["folders"]):
-                    raise FileExistsError(
-                        errno.EEXIST,
-                        "asked to go on from it; found the copy of a run whose records lie in "
-                        f"{', '.join(self.committed['folders'])}, and are those of the original; "
-                        "go on there, or offload.save from it",
-                        self.path,
-                    )
+                self._take()
+                self._refuse_other(resume, of_rank)
             elif others := [one for one in os.listdir(self.path) if not _OURS.fullmatch(one)]:
-                raise FileExistsError(
-                    errno.EEXIST,
+                self._refuse(
                     f"asked for durable; found {min(others)} and no {COMMIT}: likely another's "
-                    "directory, or a run of which a file was deleted; try a new name",
-                    self.path,
+                    "directory, or a run of which a file was deleted; try a new name"
                 )
         except BaseException:
             os.close(self._lock)
             raise
         with contextlib.suppress(OSError, ValueError):
-            self._kept_layout = read_commit(self.path, PREVIOUS)[0]["layout"] if keeps else None
+            self._kept |= _named(read_commit(self.path, PREVIOUS)[0])
         self._forget_others()
+
+    def _take(self) -> None:
+        self.commit, self.committed = read_commit(self.path)
+        self._layout_name = self.commit["layout"]
+        self._kept = _named(self.commit)
+
+    def _refuse(self, told: str) -> NoReturn:
+        raise FileExistsError(errno.EEXIST, told, self.path)
+
+    def _refuse_other(self, resume: bool, of_rank: bool) -> None:
+        """Refuse a commit that this run cannot go on from."""
+        assert self.commit is not None
+        if ("part" in self.commit["run"]) != of_rank:
+            found = "all of one of one process" if of_rank else "a part of one over ranks"
+            self._refuse(f"asked for a durable run; found {found}; give another name")
+        if not resume:
+            self._refuse(
+                "asked for a new run (resume=False); found the commit of step "
+                f"{self.commit['run']['step']}; give another name"
+            )
+        moved = self.committed["inode"] != os.stat(self.path).st_ino
+        if moved and any(self.committed["folders"]):
+            self._refuse(
+                "asked to go on from it; found the copy of a run whose records lie in "
+                f"{', '.join(self.committed['folders'])}, and are those of the original; go on "
+                "there, or offload.save from it"
+            )
 
     def go_back(self, part: Mapping[str, Any] | None) -> None:
         """Let the commit be this one, which is the last or the one before; none where it is
         neither."""
         while self.commit is not None and self.commit["run"]["part"] != part:
-            self.commit, self.committed, self._kept_layout = None, {}, None
+            self.commit, self.committed, self._kept = None, {}, set()
             if os.path.exists(self._at(PREVIOUS)):
                 os.replace(self._at(PREVIOUS), self._at(COMMIT))
-                self.commit, self.committed = read_commit(self.path)
-                self._layout_name = self.commit["layout"]
+                self._take()
             else:
                 os.unlink(self._at(COMMIT))
             flush(self.path)
@@ -145,7 +145,7 @@ class RunDirectory:
     def store(self, plan: Plan, paths: Sequence[str]) -> Store:
         """The store of a plan whose values outlive the process: in the files of the commit where
         they would be laid out the same, else in new ones, beside which the old ones stay until the
-        first commit. They lie in `paths`, if there are any, else in this directory.
+        second commit. They lie in `paths`, if there are any, else in this directory.
 
         Raises:
             OSError, ValueError: see `Store`.
@@ -162,8 +162,7 @@ class RunDirectory:
             homes = [home for home, _, _ in self.commit["homes"]]
         else:
             layout["name"] = name = f"offload-{secrets.token_hex(4)}"
-            last = max(_number(_LAYOUT_FILE, name) for name in os.listdir(self.path))
-            self._layout_name = f"layout-{1 + last}.json"
+            self._layout_name = f"layout-{self._unused(_LAYOUT_FILE)}.json"
             write_checked(self._at(self._layout_name), layout)
         kept = Kept(durable_values(plan), name, homes, self.close)
         store = Store(folders, plan.file, speeds=speeds, kept=kept)
@@ -191,37 +190,31 @@ class RunDirectory:
         homes = store.chunks.homes()
         commit = {"format": FORMAT, "layout": self._layout_name, "homes": homes.tolist()}
         commit |= {"buffers": None, "forward": forward, "run": run}
-        kept = self.commit and self.commit["buffers"]
         if buffers:  # Never those that a commit names: one step may be committed twice.
-            name = f"buffers-{1 + _number(_BUFFERS, kept[0] if kept else '')}.safetensors"
+            name = f"buffers-{self._unused(_BUFFERS)}.safetensors"
             content = safetensors.torch.save(dict(buffers))
             commit["buffers"] = [name, crc32c(np.frombuffer(content, np.uint8), 0)]
             write_file(self._at(name), content)
         new = self._at(COMMIT + ".new")
         write_checked(new, commit)
-        before = None if self.commit is None else self.commit["layout"]
-        if before == self._layout_name or (before and self._keeps):
+        kept = _named(commit)
+        if self.commit is not None:
+            kept |= _named(self.commit)
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._at(PREVIOUS))
             with contextlib.suppress(OSError):  # A file system without links does without it.
                 os.link(self._at(COMMIT), self._at(PREVIOUS))
-        stays = [commit["buffers"], kept]
-        self._sure = False
+        self._kept = kept  # Before it has its name: an error after that leaves both.
         os.replace(new, self._at(COMMIT))
         flush(self.path)
-        self.commit, self._sure = commit, True
+        self.commit = commit
         store.chunks.protect(homes[:, 0])
-        if self._keeps:
-            self._kept_layout = before
-            self._forget_others()
-        elif before != self._layout_name:
-            stays = stays[:1]
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._at(PREVIOUS))
-            self._forget_others()
-        for name in os.listdir(self.path):
-            if _BUFFERS.fullmatch(name) and name not in [one[0] for one in stays if one]:
-                os.unlink(self._at(name))
+        self._forget_others()
+
+    def _unused(self, pattern: re.Pattern[str]) -> int:
+        """The first number that is larger than those of all files of a pattern."""
+        found = map(pattern.fullmatch, os.listdir(self.path))
+        return 1 + max((int(one[1]) for one in found if one), default=0)
 
     def _refuse_lost(self, store: Store) -> None:
         """Raise OSError where a file that the commit names is no more what it was."""
@@ -235,11 +228,7 @@ class RunDirectory:
                 raise os_error(errno.EIO, "commit", path, found=told, why=SHORTENED)
 
     def _forget_others(self) -> None:
-        """Delete the record files of every layout but the commit's, unless that is uncertain."""
-        if not self._sure:
-            return
-        committed = None if self.commit is None else self.commit["layout"]
-        forget_layouts(self.path, but=(committed, self._kept_layout))
+        forget(self.path, self._kept)
 
     def close(self) -> None:
         """Let others own it; what was begun and not committed is deleted."""
@@ -251,18 +240,24 @@ class RunDirectory:
                 os.close(lock)
 
 
-def forget_layouts(directory: str, but: Sequence[str | None]) -> None:
-    """Delete the layouts of a directory, but some, and their record files."""
+def _named(commit: Mapping[str, Any]) -> set[str]:
+    """The files beside a commit that it names."""
+    return {commit["layout"], *(commit["buffers"] or ())[:1]}
+
+
+def forget(directory: str, kept: Collection[str]) -> None:
+    """Delete layouts with their record files, and buffers, but some."""
     for name in os.listdir(directory):
-        path = os.path.join(directory, name)
-        if not _LAYOUT_FILE.fullmatch(name) or name in but:
+        layout, path = _LAYOUT_FILE.fullmatch(name), os.path.join(directory, name)
+        if name in kept or not (layout or _BUFFERS.fullmatch(name)):
             continue
         with contextlib.suppress(OSError):  # As long as it is there, it is tried again.
+            records = list[str]()
             with contextlib.suppress(ValueError):
-                for file in record_files(directory, read_layout(path)):
-                    with contextlib.suppress(FileNotFoundError):
-                        os.unlink(file)
-            os.unlink(path)
+                records = record_files(directory, read_layout(path)) if layout else []
+            for file in (*records, path):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(file)
 
 
 def durable_values(plan: Plan) -> FileLayout:
@@ -304,12 +299,6 @@ def layout_of(plan: Plan) -> dict[str, Any]:
         "chunks": chunks,
         "second": end + beside,
     }
-
-
-def _number(pattern: re.Pattern[str], name: str) -> int:
-    """The number in the name of a file; 0 of another one."""
-    found = pattern.fullmatch(name)
-    return int(found[1]) if found else 0
 
 
 def refuse_unsafe(path: str) -> None:

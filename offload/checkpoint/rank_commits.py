@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from offload.checkpoint.commit_reader import COMMIT, PREVIOUS, RANK, CommitReader, read_commit
-from offload.checkpoint.commits import RunDirectory, forget_layouts, refuse_unsafe
+from offload.checkpoint.commits import RunDirectory, forget, refuse_unsafe
 from offload.checkpoint.shards import Tensor
 
 ELSEWHERE = (
@@ -124,7 +124,7 @@ class Together:
                 "and take it over by offload.save there and offload.load here",
                 self._path,
             )
-        return RunDirectory(self._at(self._group.rank), resume=resume, keeps=True)
+        return RunDirectory(self._at(self._group.rank), resume=resume, of_rank=True)
 
     def _made(self) -> dict[int, list[Made]]:
         """The commits of each rank that there is, or was."""
@@ -140,7 +140,7 @@ class Together:
         for name in os.listdir(self._path) if self._group.rank == 0 else ():
             number = name.removeprefix(RANK)
             if name.startswith(RANK) and number.isdigit() and int(number) >= last:
-                forget_layouts(os.path.join(self._path, name), but=())
+                forget(os.path.join(self._path, name), kept=())
                 shutil.rmtree(os.path.join(self._path, name))
 
     # -- numbers ---------------------------------------------------------------------------------
