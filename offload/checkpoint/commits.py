@@ -21,13 +21,12 @@ import re
 import secrets
 import socket
 import stat
-import time
+import weakref
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
 import safetensors.torch
-from psutil import pid_exists
 
 import aio
 from aio.errors import SHORTENED, naming, os_error
@@ -41,7 +40,7 @@ from offload.checkpoint.commit_reader import (
     record_files,
 )
 from offload.checkpoint.directory import flush, write_checked
-from offload.checkpoint.shards import write_file
+from offload.checkpoint.shards import private, write_file
 from offload.planning.layout import FileLayout, Plan
 from offload.planning.machine import measured_speeds, shares_of
 from offload.runtime.store import Kept, Store
@@ -55,8 +54,9 @@ _OURS = re.compile(
 )
 """Files that a run without a commit may have left."""
 
-ORPHANS_S = 15.0
-"""So long workers of a killed process, which loaded data for it, may hold its lock."""
+_locks = weakref.WeakSet[BinaryIO]()
+os.register_at_fork(after_in_child=lambda: [one.close() for one in _locks])
+"""A forked worker, which may outlive this process, closes its locks."""
 
 
 class RunDirectory:
@@ -94,7 +94,7 @@ class RunDirectory:
                     "directory, or a run of which a file was deleted; try a new name"
                 )
         except BaseException:
-            os.close(self._lock)
+            self._lock.close()
             raise
         with contextlib.suppress(OSError, ValueError):
             self._kept |= _named(read_commit(self.path, PREVIOUS)[0])
@@ -184,7 +184,7 @@ class RunDirectory:
         Raises:
             OSError: something could not be written; the commit before is as it was.
         """
-        assert self._lock >= 0, "it may be another's by now"
+        assert not self._lock.closed, "it may be another's by now"
         self._refuse_lost(store)
         store.volume.flush()
         homes = store.chunks.homes()
@@ -232,12 +232,9 @@ class RunDirectory:
 
     def close(self) -> None:
         """Let others own it; what was begun and not committed is deleted."""
-        lock, self._lock = self._lock, -1
-        if lock >= 0:
-            try:
+        if not self._lock.closed:
+            with self._lock:
                 self._forget_others()
-            finally:
-                os.close(lock)
 
 
 def _named(commit: Mapping[str, Any]) -> set[str]:
@@ -319,29 +316,22 @@ def refuse_unsafe(path: str) -> None:
         )
 
 
-def _owned(path: str) -> int:
-    """A descriptor of the lock, which is ours as long as it is open."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    owner, until = "", time.monotonic() + ORPHANS_S
+def _owned(path: str) -> BinaryIO:
+    """The file that is the lock, which is ours as long as it is open."""
+    file = open(path, "ab+", buffering=0, opener=private)  # noqa: SIM115
     try:
-        while True:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                owner = os.pread(fd, 1000, 0).decode(errors="replace")
-                pid, _, host = owner.partition(" ")
-                lives = host != socket.gethostname() or not pid.isdigit() or pid_exists(int(pid))
-                if lives or time.monotonic() > until:
-                    raise
-                time.sleep(0.1)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         with naming("write", path):
-            os.truncate(fd, 0)
-            os.pwrite(fd, f"{os.getpid()} {socket.gethostname()}".encode(), 0)
-    except BaseException as error:
-        os.close(fd)
-        if not isinstance(error, BlockingIOError):
-            raise
+            file.truncate(0)
+            file.write(f"{os.getpid()} {socket.gethostname()}".encode())
+    except BlockingIOError:
+        with file:
+            file.seek(0)
+            owner = file.read(1000).decode(errors="replace")
         told = f"asked for durable; found that another run owns it (pid and host: {owner})"
         raise BlockingIOError(errno.EAGAIN, f"{told}; end it, or give another name", path) from None
-    return fd
+    except BaseException:
+        file.close()
+        raise
+    _locks.add(file)
+    return file

@@ -373,15 +373,16 @@ def read_json(path: str) -> dict[str, Any]:
     return found
 
 
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
+def private(path: str, flags: int) -> int:
+    """An opener of files of this user alone, which follows no link."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
 
 
 def write_file(path: str, content: bytes) -> None:
     """A new file, flushed to the drive; one that was left there by another process goes."""
     with suppress(FileNotFoundError):
         os.unlink(path)
-    with naming("write", path), open(path, "xb", opener=_private) as file:
+    with naming("write", path), open(path, "xb", opener=private) as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
