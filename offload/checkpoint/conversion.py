@@ -66,7 +66,7 @@ def convert(source: str, target: str, kind: str = "save", dtype: str | None = No
         made = _cast(found, dtype or found.dtype, alone)
         new = opened.enter_context(whole_directory(target))
         if kind == "dcp":
-            from offload.checkpoint.dcp_states import write_dcp
+            from offload.checkpoint.dcp_folder import write_dcp
 
             write_dcp(new, made, f"converting to {target}")
             known = {*made.run, *made.sets}
@@ -92,7 +92,7 @@ def _open(where: str, backend: aio.Backend, opened: ExitStack) -> Checkpoint:
     if is_deepspeed(where):
         return open_deepspeed(where)
     if ".metadata" in names:
-        from offload.checkpoint.dcp_states import open_dcp
+        from offload.checkpoint.dcp_folder import open_dcp
 
         return open_dcp(where)
     if COMMIT in names:
