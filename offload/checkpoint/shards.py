@@ -64,11 +64,10 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Tensor(NamedTuple):
-    """What a set has of a tensor besides its values."""
+    """What a set has of a tensor besides its values; the dtype as torch names it."""
 
     name: str
     dtype: str
-    """As torch names it."""
     shape: tuple[int, ...]
 
     @property
@@ -78,11 +77,11 @@ class Tensor(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Of all its values."""
+        """Bytes of all of them."""
         return prod(self.shape) * self.itemsize
 
     def parts(self, most: int) -> Iterator[tuple[int, int]]:
-        """Of its numbers the first and the count, in order, of parts that are no larger."""
+        """Start and count of parts of at most so many numbers, in order."""
         elements = prod(self.shape)
         return ((at, min(most, elements - at)) for at in range(0, elements, most))
 
@@ -101,7 +100,7 @@ def items(prefix: str, elements: int) -> int:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """The name of a dtype."""
+    """As `Tensor` has it."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -136,10 +135,6 @@ def set_writer(
     It yields the name of the tensor that it is to be sent the next part of, in the order of
     `tensors`; None when all is written. No file is larger than `shard_bytes`, but for a tensor that
     is. Closed early, it leaves a file that is not whole.
-
-    Raises:
-        ValueError: a dtype that the format does not have; nothing is written yet.
-        OSError: something could not be written.
     """
     shards, crcs, files = _shards(tensors.values(), shard_bytes), dict[str, str](), dict[str, str]()
     for number, shard in enumerate(shards, 1):
@@ -168,7 +163,7 @@ def set_writer(
 
 
 def _shards(tensors: Iterable[Tensor], most: int) -> list[list[Tensor]]:
-    """Which tensors are in each file."""
+    """The tensors of each file."""
     shards, filled = list[list[Tensor]]([[]]), 0
     for one in tensors:
         if one.dtype not in NAMES:
@@ -195,13 +190,12 @@ def _head(shard: Iterable[Tensor]) -> Bytes:
 
 
 class _Place(NamedTuple):
-    """Where a tensor lies."""
+    """Where a tensor lies, and its checksum, where the index has one."""
 
     tensor: Tensor
     file: aio.Reader
     start: int
     crc: int | None
-    """None where the index has none."""
 
 
 def _checksum(value: Any) -> bool:
@@ -224,7 +218,7 @@ class SetsReader:
         """
         self._directory, self._backend, self._links = directory, backend, links
         self._files: list[aio.Reader] = []
-        self._recent: dict[str, dict[aio.Reader, None]] = {}
+        self._recent: dict[str, list[aio.Reader]] = {}
         """By set those that have memory, the last one last."""
         self.shared = False
         """Whether several processes read it, each some parts: then `check` compares checksums."""
@@ -240,7 +234,7 @@ class SetsReader:
             raise
 
     def _open(self, prefix: str) -> Iterator[_Place]:
-        single, seen = f"{prefix}.safetensors", set[str]()
+        single = f"{prefix}.safetensors"
         if os.path.exists(os.path.join(self._directory, single)):
             yield from self._header(single)
             return
@@ -251,21 +245,17 @@ class SetsReader:
         metadata = found.get("metadata")
         crcs: Any = metadata.get("crc32c", {}) if isinstance(metadata, dict) else {}
         check(crcs, Each(text, _checksum), f"{index}: crc32c")
+        there = set[tuple[str, str]]()
         for file in dict.fromkeys(files.values()):
             for place in self._header(file):
                 name = place.tensor.name
-                if files.get(name) != file:
-                    raise ValueError(
-                        f"{file} has {shown(name)}, which {index} does not place there"
-                    )
-                seen.add(name)
+                there.add((name, file))
                 yield place._replace(crc=int(crcs[name], 16) if name in crcs else None)
-        if missing := files.keys() - seen:
-            name = min(missing)
-            raise ValueError(f"{index} names {shown(name)}, which {shown(files[name])} lacks")
+        if other := there ^ files.items():
+            name, file = min(other)
+            raise ValueError(f"{index} and {shown(file)}: only one of them has {shown(name)}")
 
     def _header(self, file: str) -> Iterator[_Place]:
-        """Where the tensors of a file are."""
         path = os.path.join(self._directory, file)
         path = os.path.realpath(path) if self._links else path
         reader = aio.Reader(path, self._backend)
@@ -296,20 +286,15 @@ class SetsReader:
         }
 
     def values(self, prefix: str, name: str, start: int, count: int) -> torch.Tensor:
-        """See `Values`.
-
-        Raises:
-            OSError: they cannot be read; EIO with the last part where the checksum is another.
-        """
-        place, recent = self.places[prefix][name], self._recent.setdefault(prefix, {})
+        """See `Values`. With the last part of a tensor its checksum is compared."""
+        place, recent = self.places[prefix][name], self._recent.setdefault(prefix, [])
         found = torch.empty(count, dtype=getattr(torch, place.tensor.dtype))
         into, start = bytes_of(found), start * found.itemsize
-        recent.pop(place.file, None)
-        recent[place.file] = None
+        if place.file in recent:
+            recent.remove(place.file)
+        recent.append(place.file)
         if len(recent) > FILES_MAX:
-            oldest = next(iter(recent))
-            del recent[oldest]
-            oldest.let_go()
+            recent.pop(0).let_go()
         place.file.read(place.start + start, into)
         first, done, crc = self.parts.pop((prefix, name), (start, start, 0))
         assert done == start, f"{name}: parts out of order"
@@ -321,11 +306,7 @@ class SetsReader:
         return found
 
     def check(self, parts: Iterable[Mapping[tuple[str, str], tuple[int, int, int]]]) -> None:
-        """Compare the checksums of tensors that several processes have read, each its `parts`.
-
-        Raises:
-            OSError: EIO where one is another.
-        """
+        """Compare the checksums of tensors that several processes have read, each its `parts`."""
         found: dict[tuple[str, str], list[tuple[int, int, int]]] = {}
         for one in parts:
             for key, part in one.items():
@@ -356,12 +337,7 @@ class SetsReader:
 
 
 def read_json(path: str) -> dict[str, Any]:
-    """The object in a file of JSON.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is none, or larger than 100 MB.
-    """
+    """The object in a file of JSON, which is refused where it is none, or too large."""
     with open(path, "rb") as file:
         text = file.read(JSON_BYTES_MAX + 1)
     try:
