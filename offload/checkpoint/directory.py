@@ -105,12 +105,7 @@ def _exchange(new: str, old: str) -> None:
 
 
 def read_run(directory: str) -> dict[str, Any]:
-    """What a save has in `run.json`.
-
-    Raises:
-        OSError: it is not there: the directory is none of `offload.save`.
-        ValueError: it was changed, or is of a later release.
-    """
+    """What a save has in `run.json`; refused where it is not there, or was changed."""
     path = os.path.join(directory, RUN)
     try:
         run = read_checked(path, FORMAT)
@@ -133,12 +128,7 @@ def write_checked(path: str, run: Mapping[str, Any]) -> None:
 
 
 def read_checked(path: str, format_: int) -> dict[str, Any]:
-    """What `write_checked` wrote, of this format.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it was changed, or is of another format.
-    """
+    """What `write_checked` wrote; refused where it was changed, or is of another format."""
     found = read_json(path)
     run = found.get("run")
     if not isinstance(run, dict) or found.keys() != {"crc32c", "run"}:
@@ -155,11 +145,7 @@ def read_checked(path: str, format_: int) -> dict[str, Any]:
 
 
 def check_fields(run: Any, where: str) -> None:
-    """Refuse what no save can have.
-
-    Raises:
-        ValueError: a field is missing, or is not what it can be; the message names it.
-    """
+    """Refuse a run with a field that no save can have, by its name."""
     check(run, _RUN, where)
     saved = run.get("optimizer", {"groups": [], "states": {}})
     known = {name for group in saved["groups"] for name in group["parameters"]}
@@ -175,12 +161,8 @@ def _plain(value: Any) -> str:
 
 
 def encoded(value: Any, what: str) -> Any:
-    """A value as JSON has it, such that `decoded` gives an equal one of the same types.
-
-    Raises:
-        TypeError: it has something else than None, bool, int, float, str, list, tuple and dict;
-            `what` names it.
-    """
+    """A value as JSON has it, such that `decoded` gives an equal one of the same types; `what`
+    names it where it has another one."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, (list, tuple)):

@@ -9,17 +9,11 @@ that a file says is used before it has passed.
 from __future__ import annotations
 
 import os
-import pickle
-import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 COUNT_MAX = 1 << 62
-
-_DAMAGE: tuple[type[Exception], ...] = (ArithmeticError, AssertionError, AttributeError, EOFError)
-_DAMAGE += (LookupError, MemoryError, RuntimeError, TypeError, ValueError)
-_DAMAGE += (pickle.PickleError, struct.error)
 
 Predicate = Callable[[Any], bool]
 
@@ -30,16 +24,12 @@ class Refusal(ValueError):
 
 @contextmanager
 def told(where: str, asked: str, cause: str) -> Iterator[None]:
-    """Turn what damage can raise into a sentence.
-
-    Raises:
-        Refusal: instead of it.
-    """
+    """Turn what damage can raise, which is anything, into a sentence, a `Refusal`."""
     try:
         yield
-    except Refusal:
+    except (Refusal, OSError):
         raise
-    except _DAMAGE as error:
+    except Exception as error:
         found = "" if type(error) is ValueError else f"{type(error).__name__}: "
         found += " ".join(str(error).split())[:300]
         raise Refusal(f"{where}: asked to read {asked}; found {found}; likely {cause}") from error
@@ -59,11 +49,7 @@ class Maybe(NamedTuple):
 
 
 def check(value: Any, schema: Any, where: str) -> None:
-    """Refuse what is not of a schema.
-
-    Raises:
-        ValueError: it is not; the message says where, and what was expected there.
-    """
+    """Refuse what is not of a schema, and say where, and what was expected there."""
     if callable(schema):
         if not schema(value):
             raise ValueError(f"{where} is {shown(value)}; expected {schema.__doc__}")
