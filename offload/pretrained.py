@@ -211,11 +211,8 @@ class _Source:
         return {k: v[0] if isinstance(v, list) else v for k, v in made.items()}
 
     def _plan(self, recipe: _Recipe) -> Iterable[str]:
-        """What a converter makes; where it stacks experts, that is done one after the other.
-
-        Raises:
-            ValueError: it would take more than the window.
-        """
+        """What a converter makes; where it stacks experts, that is done one after the other. It is
+        refused where it would take more than the window."""
         operations = recipe.converter.operations
         made = self._convert(recipe)
         first, *others = [(type(one).__name__, getattr(one, "dim", -1)) for one in operations]
@@ -277,11 +274,7 @@ def _tie(model: Any, source: _Source) -> None:
 
 def _make_the_rest(model: Any, source: _Source, new: set[str]) -> None:
     """Let all buffers, and the parameters that the files lack, be real, with their first values;
-    `new` is what transformers says of the latter.
-
-    Raises:
-        ValueError: the files lack more parameters than the window has room for.
-    """
+    `new` is what transformers says of the latter, which are refused beyond the window."""
     filled = {(module, at): key for module, at, key in _sites(model, source.recipes)}
     lacking = [
         (owner, at, tensor, filled.get((module, at)))
@@ -322,11 +315,7 @@ def _make_the_rest(model: Any, source: _Source, new: set[str]) -> None:
 
 
 def _prepared(model: nn.Module, prepare: Callable[[nn.Module], nn.Module]) -> nn.Module:
-    """What `prepare` makes of a model, whose weights are NaN meanwhile.
-
-    Raises:
-        ValueError: it has used the values.
-    """
+    """What `prepare` makes of a model, whose weights are NaN meanwhile: use of them is refused."""
     shown: dict[nn.Parameter, nn.Parameter] = {}
     for one in [one for one in model.parameters() if one.is_meta]:
         nan = torch.full((1,), float("nan"), dtype=one.dtype)

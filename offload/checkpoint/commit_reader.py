@@ -42,12 +42,8 @@ def record_files(directory: str, layout: Mapping[str, Any]) -> list[str]:
 
 
 def read_commit(directory: str, name: str = COMMIT) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A commit and its layout, whose fields are those that `RunDirectory` writes.
-
-    Raises:
-        OSError: a file cannot be read; one that it names is not there.
-        ValueError: one is damaged, or of a later release.
-    """
+    """A commit and its layout, whose fields are those that `RunDirectory` writes; refused where one
+    is damaged, or a file that it names is not there."""
     path = os.path.join(directory, name)
     commit = read_checked(path, FORMAT)
     check(commit, _COMMIT, path)
@@ -71,12 +67,7 @@ def _require(path: str, commit: Mapping[str, Any], likely: str) -> None:
 
 
 def read_layout(path: str) -> dict[str, Any]:
-    """A layout, each field of which can be what it says.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is damaged, or of a later release.
-    """
+    """A layout, each field of which can be what it says."""
     layout = read_checked(path, FORMAT)
     check(layout, _LAYOUT, path)
     return layout
@@ -129,11 +120,7 @@ class CommitReader:
     """Reads the values of a commit, by parameter and range, and checks every byte."""
 
     def __init__(self, directory: str, commit: Mapping[str, Any], layout: Mapping[str, Any]):
-        """Open the record files.
-
-        Raises:
-            OSError: one is missing; the buffers cannot be read, or are damaged.
-        """
+        """Open the record files, and read the buffers."""
         self.commit, self._layout = commit, layout
         self._stripes = aio.Stripes(layout["stripes"][0], tuple(layout["stripes"][1]))
         self._fds, self._paths = list[int](), record_files(directory, layout)
@@ -166,11 +153,7 @@ class CommitReader:
         return found | {k: Tensor(k, name_of(v.dtype), tuple(v.shape)) for k, v in buffers}
 
     def values(self, prefix: str, name: str, start: int, count: int) -> torch.Tensor:
-        """See `Values`; the sets are those of a save.
-
-        Raises:
-            OSError: they cannot be read; EIO where a checksum is another.
-        """
+        """See `Values`; the sets are those of a save."""
         if (buffer := self.buffers.get(name)) is not None:
             return buffer.reshape(-1)[start : start + count]
         return joined((part[1:] for part in self.parts(prefix, name)), start, count)

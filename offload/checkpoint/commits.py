@@ -64,12 +64,8 @@ class RunDirectory:
 
     def __init__(self, path: str, *, resume: bool = True, of_rank: bool = False) -> None:
         """Make it where it is not there, own it, and read its commit, which is a part of one over
-        ranks where it is `of_rank`.
-
-        Raises:
-            OSError: it is another process's, or others may change it; it cannot be made or read;
-                it has a commit, and `resume` is False.
-            ValueError: its commit is damaged, or of a later release.
+        ranks where it is `of_rank`. It is refused where it is another process's, others may change
+        it, or its commit is damaged or cannot be gone on from.
         """
         self.path = os.path.abspath(path)
         os.makedirs(self.path, 0o700, exist_ok=True)
@@ -146,9 +142,6 @@ class RunDirectory:
         """The store of a plan whose values outlive the process: in the files of the commit where
         they would be laid out the same, else in new ones, beside which the old ones stay until the
         second commit. They lie in `paths`, if there are any, else in this directory.
-
-        Raises:
-            OSError, ValueError: see `Store`.
         """
         folders = [os.path.abspath(one) for one in paths] or [self.path]
         speeds, layout = measured_speeds(folders), layout_of(plan)
@@ -173,16 +166,10 @@ class RunDirectory:
     def write(
         self, run: Mapping[str, Any], buffers: Mapping[str, Any], store: Store, *, forward: bool
     ) -> None:
-        """Commit what was last written of every value.
-
-        Args:
-            run: what a run goes on from besides tensors.
-            buffers: of the model, by name, in CPU memory.
-            store: with the values. Until this returns nothing of them is written.
-            forward: its random numbers are those with which a forward begins.
-
-        Raises:
-            OSError: something could not be written; the commit before is as it was.
+        """Commit what was last written of every value of a store, none of which is written until
+        this returns, the buffers of the model in CPU memory, and what else a run goes on from. Its
+        random numbers are those with which a `forward` begins, or others. Where something cannot be
+        written, the commit before is as it was.
         """
         assert not self._lock.closed, "it may be another's by now"
         self._refuse_lost(store)

@@ -117,11 +117,7 @@ def _open_sets(where: str, whole: bool, backend: aio.Backend, opened: ExitStack)
 
 
 def _cast(found: Checkpoint, dtype: str | None, alone: bool) -> Checkpoint:
-    """The sets of a save of `found`, with parameters of `dtype` and the residues that this takes.
-
-    Raises:
-        ValueError: a state is of no parameter, or of one in a dtype that is not trained.
-    """
+    """A save of `found`, with parameters of `dtype` and the residues that this takes."""
     states = {} if alone else states_of(found.run)
     made = Checkpoint({WEIGHTS: {}}, found.values, found.run, ())
     made.values = partial(_values, found, made)

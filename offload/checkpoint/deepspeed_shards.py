@@ -76,12 +76,7 @@ def _tagged(where: str) -> str:
 
 
 def open_deepspeed(where: str) -> Checkpoint:
-    """Map a checkpoint.
-
-    Raises:
-        OSError: a file cannot be read.
-        ValueError: it is none of ZeRO, not whole, or has what a save cannot hold.
-    """
+    """Map a checkpoint; refused where it is none of ZeRO, not whole, or more than a save holds."""
     where = _tagged(where)
     cause = "a file is missing, or it is of another release, or without ZeRO"
     with told(where, "what ZeRO of DeepSpeed 0.19 writes", cause):

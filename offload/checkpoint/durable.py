@@ -72,13 +72,8 @@ class Commits:
         directory: RunDirectory,
         every: int | None,
     ):
-        """Nothing is written yet; `resume` takes over what was committed before.
-
-        Args:
-            model: attached.
-            optimizer: that came of it, with the engine.
-            directory: whose values the engine's store has.
-            every: so many steps; None as often as the drive can without being waited for.
+        """Of an attached pair, `every` so many steps, or as often as the drive can without being
+        waited for. Nothing is written yet; `resume` takes over what was committed before.
         """
         self._together: Together | None = directory.together
         self._agreed = False
@@ -140,12 +135,8 @@ class Commits:
     # -- going on ----------------------------------------------------------------------------------
 
     def resume(self) -> None:
-        """Take over the values of the commit, where there is one; on all ranks, or on none.
-
-        Raises:
-            ValueError: it is of another model or optimizer; nothing was changed.
-            OSError: it cannot be read, or is damaged.
-        """
+        """Take over the values of the commit, where there is one; on all ranks, or on none. One of
+        another model or optimizer is refused, and nothing changed."""
         together = self._together
         self._resume() if together is None else together.all_or_none(self._resume)
 
@@ -259,11 +250,7 @@ class Commits:
         self._thread.start()
 
     def wait(self) -> None:
-        """Block until the commit that was begun is there, on all ranks.
-
-        Raises:
-            EngineError: it failed.
-        """
+        """Block until the commit that was begun is there, on all ranks."""
         if self._thread is threading.current_thread():
             return
         self._join()

@@ -53,11 +53,8 @@ def made_in(directory: str) -> list[Made]:
 
 
 def last_of_all(made: Mapping[int, list[Made]], where: str) -> Made | None:
-    """The last commit that all ranks of its have made; None where a run has none yet.
-
-    Raises:
-        FileNotFoundError: some have it, and others neither that nor the one before.
-    """
+    """The last commit that all ranks of its have made; None where a run has none yet. Refused where
+    some have it, and others neither that nor the one before."""
     every = sorted({one for some in made.values() for one in some}, reverse=True)
     for one in every:
         if all(one in made.get(rank, []) for rank in range(one.ranks)):
@@ -77,11 +74,7 @@ def last_of_all(made: Mapping[int, list[Made]], where: str) -> Made | None:
 
 def run_directory(path: str, group: Any, *, resume: bool) -> RunDirectory:
     """The directory that this process commits to: with several ranks its own in `path`, at the last
-    commit that all of them have made.
-
-    Raises:
-        OSError, ValueError: see `RunDirectory`, `last_of_all`; on all ranks.
-    """
+    commit that all of them have made. One that is refused is on all ranks."""
     if group is None:
         return RunDirectory(path, resume=resume)
     together = Together(os.path.abspath(path), group, resume=resume)
@@ -159,11 +152,7 @@ class Together:
         self._all = self._number
 
     def wait(self) -> None:
-        """Until all ranks have made it.
-
-        Raises:
-            EngineError: another rank has failed, or is gone.
-        """
+        """Until all ranks have made it."""
         if self._all < self._number:
             made = (self._number - self._first) * self._group.ranks
             self._group.wait_for_count("commits", made)
@@ -172,11 +161,7 @@ class Together:
     # -- values ----------------------------------------------------------------------------------
 
     def reader(self) -> PartsReader | None:
-        """Of the commit that was found; None where there is none.
-
-        Raises:
-            OSError, ValueError: see `CommitReader`.
-        """
+        """Of the commit that was found; None where there is none."""
         if self.found is None:
             return None
         folders = [self._at(rank) for rank in range(self.found.ranks)]
@@ -210,11 +195,7 @@ class PartsReader:
         """The parameters and buffers that there are, by name, in full."""
 
     def values(self, prefix: str, name: str, start: int, count: int) -> torch.Tensor:
-        """See `CommitReader`; buffers are those of this rank.
-
-        Raises:
-            FileNotFoundError: some are in no directory that is here.
-        """
+        """See `CommitReader`; buffers are those of this rank."""
         if name in self._own.buffers:
             return self._own.values(prefix, name, start, count)
         every = chain.from_iterable(one.parts(prefix, name) for one in self._readers)

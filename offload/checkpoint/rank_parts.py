@@ -30,11 +30,7 @@ def write_together(
     engine: Engine, mine: Parts, sets: Sets, write: Callable[[Parts], object]
 ) -> None:
     """Let `write` take the parts of sets of all ranks, on the first of them; `mine` are those of
-    this one.
-
-    Raises:
-        OSError and others: what `write` raised; on other ranks a RuntimeError that tells it.
-    """
+    this one. What it raises is told on the others."""
     if engine.ranks is None:
         write(mine)
         return
@@ -55,11 +51,7 @@ def write_together(
 
 def read_together(engine: Engine, reader: SetsReader, read: Callable[[], object]) -> None:
     """Let each rank `read` its part, and compare the checksums of what they have read together.
-
-    Raises:
-        OSError and others: what `read` raised; on other ranks a RuntimeError that tells it.
-        OSError: EIO, on all ranks, where a checksum is another.
-    """
+    What one raises is told on the others."""
     if engine.ranks is None:
         read()
         return

@@ -182,13 +182,7 @@ def load(
     return decoded(run["user"])
 
 
-def write_sets(
-    directory: str,
-    sets: Sets,
-    parts: Parts,
-    told: str,
-    shard_bytes: int,
-) -> None:
+def write_sets(directory: str, sets: Sets, parts: Parts, told: str, shard_bytes: int) -> None:
     """Write sets to a new directory; `parts` has all values in their order."""
     with ExitStack() as opened:
         backend = opened.enter_context(closing(aio.open_backend()))
@@ -223,11 +217,7 @@ def _engine_of(model: nn.Module, optimizer: Optimizer | None) -> Engine:
 
 
 def settle(engine: Engine) -> None:
-    """Let all values be at home, and nothing under way, on all ranks.
-
-    Raises:
-        EngineError: other ranks do something else.
-    """
+    """Let all values be at home, and nothing under way, on all ranks."""
     engine.settle()
     engine.end_pass(finished=False)
     engine.snapshots.boundary()
@@ -324,17 +314,12 @@ def options_of(run: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 class Chunk(NamedTuple):
-    """A chunk of a unit: what of parameters it has, and the values that have homes of their own."""
+    """A chunk of a unit: what of parameters it has, and the values that have homes of their own,
+    which weights of torch's own parameters have not."""
 
     pieces: list[Piece]
     weight: Value | None
-    """None of a unit whose parameters are torch's own."""
     state: Value | None
-
-    @property
-    def values(self) -> tuple[Value | None, Value | None]:
-        """Its weights and its states."""
-        return self.weight, self.state
 
 
 def chunks_of(plan: Plan, sets: Sets | None = None) -> Iterator[Chunk]:
@@ -367,7 +352,7 @@ def parts_of(engine: Engine, model: nn.Module, optimizer: Optimizer | None, sets
     """What is here of the values of some sets, each part where it lies."""
 
     def read(chunk: Chunk) -> tuple[Chunk, list[torch.Tensor | None]]:
-        wanted = chunk.values if len(sets) > 1 else (chunk.weight, None)
+        wanted = chunk.weight, chunk.state if len(sets) > 1 else None
         return chunk, [one and engine.runner.read_home(one) for one in wanted]
 
     for chunk, (weights, record) in ahead(read, chunks_of(engine.plan, sets)):
@@ -416,7 +401,7 @@ def fill(
                 slots = _slots_in(sets or {}, name)
                 given = {k: values(k, name, items(k, first), items(k, count)) for k in slots}
                 parts.append((piece, given))
-            homes = [plan.home(v.kind, v.unit).tier for v in chunk.values if v is not None]
+            homes = [plan.home(v.kind, v.unit).tier for v in chunk[1:] if v is not None]
             if "nvme" in homes and "device" not in homes:
                 yield partial(put, chunk, weights, parts)
             else:
