@@ -17,10 +17,9 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from aio.system import is_memory
-from offload.checkpoint.commits import RunDirectory
+from offload.checkpoint.commits import RunDirectory, run_directory
 from offload.checkpoint.durable import Commits
 from offload.checkpoint.exporting import SavePretrained
-from offload.checkpoint.rank_commits import run_directory
 from offload.checkpoint.saving import chunks_of, fill
 from offload.checkpoint.shards import Values
 from offload.config import Config, warn_user

@@ -22,7 +22,7 @@ import torch
 import aio
 import offload
 from offload.checkpoint import commits
-from offload.checkpoint.commit_reader import CommitReader, read_commit
+from offload.checkpoint.commit_reader import CommitReader, PartReader, read_commit
 from offload.runtime.entry import EngineError
 from tests.command import run as run_command
 from tests.forked import fork, wait
@@ -108,9 +108,8 @@ def whole(directory: Path) -> int:
     if not (directory / "commit.json").exists():
         return 0
     commit, layout = read_commit(str(directory))
-    reader = CommitReader(str(directory), commit, layout)
-    assert reader.check() == []
-    reader.close()
+    with closing(PartReader(str(directory), commit, layout)) as reader:
+        assert reader.check() == []
     return int(commit["run"]["step"])
 
 
@@ -302,10 +301,11 @@ def test_another_layout_has_files_of_its_own_and_the_old_ones_stay_for_one_more_
 def read_all(directory: Path) -> None:
     """Read all values of a commit, by name, and all chunks."""
     commit, layout = read_commit(str(directory))
-    with closing(CommitReader(str(directory), commit, layout)) as reader:
+    with closing(CommitReader([(str(directory), commit, layout)], "")) as reader:
         for name, (_, shape, _) in layout["parameters"].items():
             reader.values("model", name, 0, prod(shape))
-        if wrong := reader.check():
+    with closing(PartReader(str(directory), commit, layout)) as part:
+        if wrong := part.check():
             raise ValueError("; ".join(wrong)[:1_000])
 
 

@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 
-from offload.checkpoint.commits import RunDirectory
+from offload.checkpoint.commits import Made, RunDirectory, last_of_all
 from offload.checkpoint.inspection import inspect
-from offload.checkpoint.rank_commits import Made, last_of_all
 from tests.ranks import Failed, How, World
 from tests.ranks_durable import Life
 

@@ -8,9 +8,12 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, closing
 from functools import lru_cache, partial
+from itertools import chain
 from math import prod
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,13 +27,17 @@ from cpu_adam.reference import cut, views
 from cpu_adam.torch_state import scales, to_plain
 from offload.checkpoint.directory import check_fields, read_checked
 from offload.checkpoint.schema import Each, Maybe, check, count, file_name, flag, shown, text, told
-from offload.checkpoint.shards import WEIGHTS, Tensor, items, joined, name_of
+from offload.checkpoint.shards import WEIGHTS, Tensor, items, name_of
 from offload.planning.profile import ITEM_BYTES
 from offload.runtime.memory import host_tensor
 
 COMMIT, PREVIOUS = "commit.json", "previous.json"
 RANK = "rank-"
 """What begins the names of the directories of ranks."""
+
+ELSEWHERE = (
+    "the directories of other ranks are on other machines; let Config.durable be one that all share"
+)
 
 FORMAT = 1
 
@@ -116,8 +123,8 @@ class _Place(NamedTuple):
     elements: int
 
 
-class CommitReader:
-    """Reads the values of a commit, by parameter and range, and checks every byte."""
+class PartReader:
+    """Reads what one directory has of a commit, and checks every byte."""
 
     def __init__(self, directory: str, commit: Mapping[str, Any], layout: Mapping[str, Any]):
         """Open the record files, and read the buffers."""
@@ -151,12 +158,6 @@ class CommitReader:
         found = {k: Tensor(k, dtype, tuple(shape)) for k, (dtype, shape, _) in parameters}
         buffers = self.buffers.items()
         return found | {k: Tensor(k, name_of(v.dtype), tuple(v.shape)) for k, v in buffers}
-
-    def values(self, prefix: str, name: str, start: int, count: int) -> torch.Tensor:
-        """See `Values`; the sets are those of a save."""
-        if (buffer := self.buffers.get(name)) is not None:
-            return buffer.reshape(-1)[start : start + count]
-        return joined((part[1:] for part in self.parts(prefix, name)), start, count)
 
     def parts(
         self, prefix: str, name: str
@@ -225,6 +226,45 @@ class CommitReader:
         """Close the files."""
         while self._fds:
             os.close(self._fds.pop())
+
+
+class CommitReader:
+    """Reads the values of a commit, by parameter and range."""
+
+    def __init__(self, found: Iterable[tuple[str, Any, Any]], path: str):
+        """Open the parts of the commit in `path`: the directory, the commit and the layout of each;
+        step, random numbers and buffers are those of the first."""
+        self._path, self._opened = path, ExitStack()
+        try:
+            self._parts = [self._opened.enter_context(closing(PartReader(*one))) for one in found]
+        except BaseException:
+            self.close()
+            raise
+        self.commit: Mapping[str, Any] = self._parts[0].commit
+        self.tensors = self._parts[0].tensors
+        """The parameters and buffers that there are, by name, in full."""
+
+    def values(self, prefix: str, name: str, start: int, count: int) -> torch.Tensor:
+        """See `Values`; the sets are those of a save."""
+        if (buffer := self._parts[0].buffers.get(name)) is not None:
+            return buffer.reshape(-1)[start : start + count]
+        every = chain.from_iterable(one.parts(prefix, name) for one in self._parts)
+        found = list[torch.Tensor]()
+        for at, size, read in sorted(every, key=itemgetter(0)):
+            first, last = max(start, at), min(start + count, at + size)
+            if first < last:
+                found.append(read()[first - at : last - at])
+        if (here := sum(map(len, found))) < count:
+            told = (
+                f"asked for {count} elements of {name}; found {here}: likely units or the number "
+                f"of ranks are others, and {ELSEWHERE}, or go on as it was"
+            )
+            raise FileNotFoundError(errno.ENOENT, told, self._path)
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._opened.close()
 
 
 def _read_buffers(directory: str, commit: Mapping[str, Any]) -> dict[str, torch.Tensor]:

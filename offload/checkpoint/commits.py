@@ -9,6 +9,15 @@ taken its place. So whenever a process ends, there is a commit, and all of it is
 
 `layout-N.json` says which bytes of the files are whose, by parameter and range: a reader needs no
 plan, and the next run may have another one. docs/formats.md describes the files.
+
+[Note: Commits of ranks]
+Rank R commits to `rank-R`. Commits are numbered, and no rank writes over anything that commit
+n - 1 names before all have made commit n: a counter in the store of the process group tells. So
+wherever a run ends, the last commit that all have made is on each of them the last one or the one
+before, whose files stay as long.
+
+A commit of ranks has a part of each parameter. Who goes on reads from all directories, so the
+number of ranks, the units and the budgets may be others than before.
 """
 
 from __future__ import annotations
@@ -19,11 +28,13 @@ import fcntl
 import os
 import re
 import secrets
+import shutil
 import socket
 import stat
 import weakref
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, BinaryIO, NoReturn
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 import numpy as np
 import safetensors.torch
@@ -33,8 +44,11 @@ from aio.errors import SHORTENED, naming, os_error
 from cpu_adam import crc32c
 from offload.checkpoint.commit_reader import (
     COMMIT,
+    ELSEWHERE,
     FORMAT,
     PREVIOUS,
+    RANK,
+    CommitReader,
     read_commit,
     read_layout,
     record_files,
@@ -78,8 +92,6 @@ class RunDirectory:
         """Of the next commit."""
         self._kept = set[str]()
         """Files that the commit names, or the one before: nothing of them is deleted."""
-        self.together: Any = None
-        """`rank_commits.Together`, with several ranks."""
         try:
             if os.path.exists(self._at(COMMIT)):
                 self._take()
@@ -122,18 +134,6 @@ class RunDirectory:
                 f"{', '.join(self.committed['folders'])}, and are those of the original; go on "
                 "there, or offload.save from it"
             )
-
-    def go_back(self, part: Mapping[str, Any] | None) -> None:
-        """Let the commit be this one, which is the last or the one before; none where it is
-        neither."""
-        while self.commit is not None and self.commit["run"]["part"] != part:
-            self.commit, self.committed, self._kept = None, {}, set()
-            if os.path.exists(self._at(PREVIOUS)):
-                os.replace(self._at(PREVIOUS), self._at(COMMIT))
-                self._take()
-            else:
-                os.unlink(self._at(COMMIT))
-            flush(self.path)
 
     def _at(self, name: str) -> str:
         return os.path.join(self.path, name)
@@ -217,11 +217,185 @@ class RunDirectory:
     def _forget_others(self) -> None:
         forget(self.path, self._kept)
 
+    def reader(self) -> CommitReader | None:
+        """Of the commit to go on from; None where there is none."""
+        if self.commit is None:
+            return None
+        return CommitReader([(self.path, self.commit, self.committed)], self.path)
+
     def close(self) -> None:
         """Let others own it; what was begun and not committed is deleted."""
         if not self._lock.closed:
             with self._lock:
                 self._forget_others()
+
+    # -- what all ranks agree on, with one -------------------------------------------------------
+
+    def all_or_none(self, make: Callable[[], object]) -> None:
+        """Make it on all ranks, or on none."""
+        make()
+
+    def begin(self) -> dict[str, Any]:
+        """A commit begins; what is kept in it of other ranks."""
+        return {}
+
+    def made(self) -> None:
+        """This rank has made the last commit that was begun."""
+
+    def made_by_all(self) -> None:
+        """All ranks have told that they have made it."""
+
+    def wait(self) -> None:
+        """Return once all ranks have made it."""
+
+
+class RankDirectory(RunDirectory):
+    """That of one of several ranks, at the last commit that all of them have made."""
+
+    def __init__(self, path: str, group: Any, *, resume: bool) -> None:
+        """Own it on all ranks, or on none."""
+        self._parent, self._group = os.path.abspath(path), group
+        group.all_or_none(partial(self._open, resume), lambda _: self.close())
+        try:
+            self._found = last_of_all(self._made_by_each(), path)
+            self.all_or_none(self._go_back)
+            self.all_or_none(self._forget_ranks)
+        except BaseException:
+            self.close()
+            raise
+        number, name = (self._found.number, self._found.run) if self._found else (0, "")
+        self._run = name or group.all_objects(secrets.token_hex(8))[0]
+        self._first = self._all = self._number = number
+
+    def _of(self, rank: int) -> str:
+        return os.path.join(self._parent, f"{RANK}{rank}")
+
+    def _open(self, resume: bool) -> None:
+        os.makedirs(self._parent, 0o700, exist_ok=True)
+        refuse_unsafe(self._parent)
+        if os.path.exists(os.path.join(self._parent, COMMIT)):
+            raise FileExistsError(
+                errno.EEXIST,
+                "asked for a durable run over ranks; found one of one process; give another name, "
+                "and take it over by offload.save there and offload.load here",
+                self._parent,
+            )
+        super().__init__(self._of(self._group.rank), resume=resume, of_rank=True)
+
+    def _go_back(self) -> None:
+        """Let the commit be that of all, which is the last or the one before, or none."""
+        part = self._found and self._found._asdict()
+        while self.commit is not None and self.commit["run"]["part"] != part:
+            self.commit, self.committed, self._kept = None, {}, set()
+            if os.path.exists(self._at(PREVIOUS)):
+                os.replace(self._at(PREVIOUS), self._at(COMMIT))
+                self._take()
+            else:
+                os.unlink(self._at(COMMIT))
+            flush(self.path)
+
+    def _made_by_each(self) -> dict[int, list[Made]]:
+        """The commits of each rank that there is, or was."""
+        every: list[list[Made]] = self._group.all_objects(made_in(self.path))
+        most = max((one.ranks for some in every for one in some), default=0)
+        gone = {rank: made_in(self._of(rank)) for rank in range(len(every), most)}
+        seen: dict[int, list[Made]] = self._group.all_objects(gone)[0]  # By the first.
+        return dict(enumerate(every)) | seen
+
+    def _forget_ranks(self) -> None:
+        """Delete what ranks left of which the commit knows nothing."""
+        last = max(self._group.ranks, self._found.ranks if self._found else 0)
+        for name in os.listdir(self._parent) if self._group.rank == 0 else ():
+            number = name.removeprefix(RANK)
+            if name.startswith(RANK) and number.isdigit() and int(number) >= last:
+                forget(os.path.join(self._parent, name), kept=())
+                shutil.rmtree(os.path.join(self._parent, name))
+
+    def reader(self) -> CommitReader | None:
+        """Of the parts of all ranks whose directories are here, this one's first."""
+        if (last := self._found) is None:
+            return None
+        found = []
+        for rank in sorted(range(last.ranks), key=lambda rank: rank != self._group.rank):
+            for name in (COMMIT, PREVIOUS):
+                if os.path.exists(os.path.join(self._of(rank), name)):
+                    commit, layout = read_commit(self._of(rank), name)
+                    if commit["run"]["part"] == last._asdict():
+                        found.append((self._of(rank), commit, layout))
+                        break
+        if not found:
+            told = f"asked to go on from commit {last.number}; found none of it: likely {ELSEWHERE}"
+            raise FileNotFoundError(errno.ENOENT, told, self._parent)
+        return CommitReader(found, self._parent)
+
+    def all_or_none(self, make: Callable[[], object]) -> None:
+        """Make it on all of them, or on none."""
+        self._group.all_or_none(make, undo=id)
+
+    def begin(self) -> dict[str, Any]:
+        """The next number, with which the commit is told from others."""
+        self._number += 1
+        return {"part": Made(self._number, self._run, self._group.ranks)._asdict()}
+
+    def made(self) -> None:
+        """Count it where all ranks look."""
+        self._group.count("commits")
+
+    def made_by_all(self) -> None:
+        """No more is there to wait for."""
+        self._all = self._number
+
+    def wait(self) -> None:
+        """Block until the counter says it."""
+        if self._all < self._number:
+            made = (self._number - self._first) * self._group.ranks
+            self._group.wait_for_count("commits", made)
+            self.made_by_all()
+
+
+def run_directory(path: str, group: Any, *, resume: bool) -> RunDirectory:
+    """The directory that this process commits to: with several ranks its own in `path`."""
+    if group is None:
+        return RunDirectory(path, resume=resume)
+    return RankDirectory(path, group, resume=resume)
+
+
+class Made(NamedTuple):
+    """A commit that a rank has made of its part."""
+
+    number: int
+    run: str
+    """What tells this run from others."""
+    ranks: int
+
+
+def made_in(directory: str) -> list[Made]:
+    """The commits in the directory of a rank whose files are there."""
+    found = []
+    for name in (COMMIT, PREVIOUS):
+        with contextlib.suppress(OSError, ValueError):  # Of its last one who owns it has told.
+            found.append(Made(**read_commit(directory, name)[0]["run"]["part"]))
+    return found
+
+
+def last_of_all(made: Mapping[int, list[Made]], where: str) -> Made | None:
+    """The last commit that all ranks of its have made; None where a run has none yet. Refused where
+    some have it, and others neither that nor the one before."""
+    every = sorted({one for some in made.values() for one in some}, reverse=True)
+    for one in every:
+        if all(one in made.get(rank, []) for rank in range(one.ranks)):
+            return one
+    if not every or every[0].number == 1:
+        return None  # It ended in its first commit.
+    last = every[0]
+    lacks = [rank for rank in range(last.ranks) if last not in made.get(rank, [])]
+    told = (
+        f"asked to go on from commit {last.number} of {last.ranks} ranks; found neither that nor "
+        f"the one before of rank {', '.join(map(str, lacks))}: likely its directory "
+        f"{RANK}{lacks[0]} is on another machine, or of another run; bring it here, or begin "
+        "anew under another name"
+    )
+    raise FileNotFoundError(errno.ENOENT, told, where)
 
 
 def _named(commit: Mapping[str, Any]) -> set[str]:

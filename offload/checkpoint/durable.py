@@ -28,10 +28,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.checkpoint.commit_reader import CommitReader
 from offload.checkpoint.commits import RunDirectory, durable_values
 from offload.checkpoint.directory import decoded, encoded, random_state, set_random_state
-from offload.checkpoint.rank_commits import PartsReader, Together
 from offload.checkpoint.saving import (
     buffers_of,
     check_run,
@@ -75,7 +73,6 @@ class Commits:
         """Of an attached pair, `every` so many steps, or as often as the drive can without being
         waited for. Nothing is written yet; `resume` takes over what was committed before.
         """
-        self._together: Together | None = directory.together
         self._agreed = False
         """Whether all ranks commit the last step."""
         self._model, self._optimizer, self._directory = weakref.ref(model), optimizer, directory
@@ -137,12 +134,11 @@ class Commits:
     def resume(self) -> None:
         """Take over the values of the commit, where there is one; on all ranks, or on none. One of
         another model or optimizer is refused, and nothing changed."""
-        together = self._together
-        self._resume() if together is None else together.all_or_none(self._resume)
+        self._directory.all_or_none(self._resume)
 
     def _resume(self) -> None:
         engine, optimizer, model = self._engine, self._optimizer, self._root()
-        if (made := self._reader()) is None:
+        if (made := self._directory.reader()) is None:
             return
         with closing(made) as reader, engine.lock:
             run, path = reader.commit["run"], self._directory.path
@@ -162,13 +158,6 @@ class Commits:
                 f"this run goes on from step {run['step']}; where in its data the program is, and "
                 "its scheduler, were not kept: set engine.user_state (docs/quickstart.md)"
             )
-
-    def _reader(self) -> CommitReader | PartsReader | None:
-        """What reads the commit to go on from; None where there is none."""
-        of = self._directory
-        if self._together is not None:
-            return self._together.reader()
-        return CommitReader(of.path, of.commit, of.committed) if of.commit else None
 
     # -- from step to step -------------------------------------------------------------------------
 
@@ -192,7 +181,7 @@ class Commits:
         step = self._engine.steps
         if step != self._asked:  # Once: later forwards belong to the next step.
             self._asked = step
-            if self.due(step) if self._together is None else self._agreed:
+            if self.due(step) if self._engine.ranks is None else self._agreed:
                 self.close_step(forward=True)
 
     def _called(self, *_: Any) -> None:
@@ -228,9 +217,8 @@ class Commits:
             "user": encoded(user, "engine.user_state()"),
             "optimizer": optimizer_of(engine, self._optimizer),
             "random": random_state(engine.runner.device.torch_device),
+            **self._directory.begin(),
         }
-        if self._together is not None:
-            run["part"] = self._together.begin()
         buffers = {
             name: value.detach().cpu().clone(memory_format=torch.contiguous_format)
             for name, value in buffers_of(self._root())
@@ -254,8 +242,7 @@ class Commits:
         if self._thread is threading.current_thread():
             return
         self._join()
-        if self._together is not None:
-            self._together.wait()
+        self._directory.wait()
 
     def _join(self) -> None:
         if (thread := self._thread) is not None:
@@ -283,14 +270,15 @@ class Commits:
         self._join()
         new = self._engine.steps != self._closed
         new = new or self._edited or self._versions != self._seen()
-        if self._together is not None and not alone:
-            new = self._engine.ranks.failed(new)  # On any of them.
+        ranks = None if alone else self._engine.ranks
+        if ranks is not None:
+            new = ranks.failed(new)  # On any of them.
         if new:
             self.close_step()
         self._join()
-        if self._together is not None and not alone:
-            self._engine.ranks.failed(False)
-            self._together.made_by_all()
+        if ranks is not None:
+            ranks.failed(False)
+            self._directory.made_by_all()
 
     def loaded(self) -> None:
         """All values are those of another step, and so are the random numbers."""
@@ -337,8 +325,7 @@ class Commits:
                 return
             if self._versions == self._seen():
                 self._directory.write(run, buffers, store, forward=forward)
-                if self._together is not None:
-                    self._together.made()
+                self._directory.made()
             else:
                 self._changed.update(changed)
                 self._closed, self._alone = -1, False

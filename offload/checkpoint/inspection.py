@@ -18,7 +18,7 @@ from offload.checkpoint.commit_reader import (
     COMMIT,
     PREVIOUS,
     RANK,
-    CommitReader,
+    PartReader,
     read_commit,
     record_files,
 )
@@ -99,7 +99,7 @@ def _inspect_run(where: str) -> Inspection:
     for name in COMMIT, PREVIOUS:
         try:
             commit, layout = read_commit(where, name)
-            with closing(CommitReader(where, commit, layout)) as reader:
+            with closing(PartReader(where, commit, layout)) as reader:
                 wrong = reader.check()
         except (OSError, ValueError) as error:
             found.broken.append(told(error))
