@@ -1,14 +1,9 @@
-"""What is in a directory that this project wrote, and what of it is broken: nothing is changed.
-
-Each kind of directory has a row in `KINDS`: the file that it is known by, and the function that
-looks at it.
-"""
+"""What is in a directory that this project wrote, and what of it is broken: nothing is changed."""
 
 from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,7 +22,7 @@ from offload.checkpoint.schema import shown
 from offload.checkpoint.shards import PART_ELEMENTS, WEIGHTS, SetsReader
 from offload.planning.tiers import format_bytes
 
-INDEX = ".safetensors.index.json"
+INDEX, SINGLE = ".safetensors.index.json", f"{WEIGHTS}.safetensors"
 
 
 @dataclass
@@ -51,13 +46,15 @@ def inspect(directory: str | os.PathLike[str]) -> Inspection:
         OSError: there is no such directory, or nothing in it that is known.
     """
     where = os.fspath(directory)
-    for mark, look in KINDS.items():
-        if any(name.endswith(mark) for name in os.listdir(where)):
-            return look(where)
-    if ranks := [name for name in sorted(os.listdir(where)) if name.startswith(RANK)]:
+    names = sorted(os.listdir(where))
+    if COMMIT in names or PREVIOUS in names:
+        return _inspect_run(where)
+    if any(name in (RUN, SINGLE) or name.endswith(INDEX) for name in names):
+        return _inspect_save(where)
+    if ranks := [name for name in names if name.startswith(RANK)]:
         return _inspect_ranks(where, ranks)
-    told = f"asked to inspect it; found no file {' and no '.join(KINDS)}: likely another directory"
-    raise FileNotFoundError(errno.ENOENT, told, where)
+    told = f"asked to inspect it; found no {COMMIT}, no {RUN}, no {SINGLE} and no index of others"
+    raise FileNotFoundError(errno.ENOENT, f"{told}: likely another directory", where)
 
 
 def _inspect_save(where: str) -> Inspection:
@@ -105,13 +102,13 @@ def _inspect_run(where: str) -> Inspection:
             found.broken.append(told(error))
             continue
         found.broken += wrong
-        run, records = commit["run"], ", ".join(record_files(where, layout))
+        run = commit["run"]
         if not found.rows:
             found.rows["step"] = str(run["step"])
             found.rows["user data"] = shown(decoded(run["user"]))
             number = f"{len(layout['parameters'])} parameters in {len(layout['chunks'])} chunks"
             found.rows["commit"] = f"{layout['rule']}, {layout['states']}: {number}"
-            found.rows["records"] = records
+            found.rows["records"] = ", ".join(record_files(where, layout))
         if not wrong and name == COMMIT:
             break
         if not wrong:
@@ -122,7 +119,7 @@ def _inspect_run(where: str) -> Inspection:
 
 
 def _inspect_ranks(where: str, ranks: list[str]) -> Inspection:
-    """Of a durable run over ranks, whose directories these are."""
+    """Of a durable run over ranks."""
     found = Inspection()
     for name in ranks:
         one = _inspect_run(os.path.join(where, name))
@@ -142,9 +139,8 @@ def _check_set(prefix: str, reader: SetsReader, found: Inspection) -> None:
         except OSError as error:
             found.broken.append(f"{prefix}: {told(error)}")
     total = sum(place.tensor.bytes for place in places.values())
-    dtypes = sorted({place.tensor.dtype for place in places.values()})
-    row = f"{len(places)} tensors, {format_bytes(total)}, {', '.join(dtypes)}"
-    found.rows[f"set {prefix}"] = row
+    dtypes = ", ".join(sorted({place.tensor.dtype for place in places.values()}))
+    found.rows[f"set {prefix}"] = f"{len(places)} tensors, {format_bytes(total)}, {dtypes}"
 
 
 def told(error: OSError | ValueError) -> str:
@@ -152,13 +148,3 @@ def told(error: OSError | ValueError) -> str:
     if isinstance(error, OSError) and error.filename is not None:
         return " ".join(f"{error.filename}: {error.strerror}".split())
     return " ".join(str(error).split())
-
-
-KINDS: dict[str, Callable[[str], Inspection]] = {
-    COMMIT: _inspect_run,
-    PREVIOUS: _inspect_run,
-    RUN: _inspect_save,
-    INDEX: _inspect_save,
-    "model.safetensors": _inspect_save,
-}
-"""By the file that a directory of a kind has, or the end of its name."""
