@@ -116,7 +116,7 @@ def test_saved_by_two_and_continued_by_one_and_by_two(
 def test_a_save_that_one_rank_cannot_write_fails_on_all(two: World, tmp_path: Path) -> None:
     first, second = two.run("tests.ranks_refused.save_in_vain", How(), str(tmp_path / "saved"))
     assert first == "OSError: [Errno 28] No space left on device"
-    assert second == f"RuntimeError: rank 0 could not do its part of a save: {first}"
+    assert second == f"EngineError: rank 0 could not do its part, so no rank goes on: {first}"
     assert not list(tmp_path.iterdir())
 
 

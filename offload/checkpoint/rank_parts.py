@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from itertools import islice
 from typing import TypeAlias
 
@@ -34,10 +35,10 @@ def write_together(
     if engine.ranks is None:
         write(mine)
         return
-    failed = list[Exception]()
+    group, failed = engine.ranks.group, list[Exception]()
     parts = _of_all(engine, mine, sets, failed)
     with suppress(_Elsewhere):
-        if engine.ranks.group.rank == 0:
+        if group.rank == 0:
             try:
                 write(parts)
             except (EngineError, _Elsewhere):  # A rank that is gone hears nothing.
@@ -46,7 +47,7 @@ def write_together(
                 failed.append(error)
         for _ in parts:
             pass  # Until all ranks know.
-    _tell(engine, failed, "could not do its part of a save")
+    group.all_or_none(partial(_raise_first, failed), undo=id)
 
 
 def read_together(engine: Engine, reader: SetsReader, read: Callable[[], object]) -> None:
@@ -56,12 +57,7 @@ def read_together(engine: Engine, reader: SetsReader, read: Callable[[], object]
         read()
         return
     engine.ranks.failed(False)  # Nothing is changed unless all of them have come here.
-    failed = list[Exception]()
-    try:
-        read()
-    except Exception as error:
-        failed.append(error)
-    _tell(engine, failed, "could not read its part")
+    engine.ranks.group.all_or_none(read, undo=id)
     reader.check(engine.ranks.group.all_objects(reader.parts))
 
 
@@ -69,14 +65,9 @@ class _Elsewhere(Exception):
     """A save has failed, and the rank where it did tells of it later."""
 
 
-def _tell(engine: Engine, failed: list[Exception], what: str) -> None:
-    """Raise on all ranks where any of them has failed."""
-    told = engine.ranks.group.all_objects([f"{type(one).__name__}: {one}" for one in failed])
-    if failed:
-        raise failed[0]
-    for rank, each in enumerate(told):
-        for text in each:
-            raise RuntimeError(f"rank {rank} {what}: {text}")
+def _raise_first(failed: list[Exception]) -> None:
+    for one in failed:
+        raise one
 
 
 def _of_all(engine: Engine, mine: Parts, sets: Sets, failed: list[Exception]) -> Parts:

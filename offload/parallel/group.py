@@ -128,7 +128,7 @@ class Group:
             raise failed
         for rank, text in enumerate(said):
             if text:
-                raise EngineError(f"rank {rank} cannot attach the model, so no rank does: {text}")
+                raise EngineError(f"rank {rank} could not do its part, so no rank goes on: {text}")
         return made[0]
 
     def add_to_checksum(self, weights: torch.Tensor) -> None:
