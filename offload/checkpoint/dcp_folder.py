@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from offload.checkpoint.deepspeed_shards import RULES, Checkpoint
+from offload.checkpoint.deepspeed_shards import Checkpoint, rule_of
 from offload.checkpoint.directory import FORMAT, decoded, encoded
 from offload.checkpoint.saving import progress, states_of
 from offload.checkpoint.schema import COUNT_MAX, Refusal, check, count, file_name, shown, told
@@ -260,11 +260,10 @@ def _checkpoint(folder: Folder) -> Checkpoint:
     states: dict[str, Any] = {}
     for name, all_ in slots.items():
         steps = int(folder.object(all_.pop(STEP))) if STEP in all_ else 1  # That of SGD has none.
-        states[name] = {"steps": steps, "slots": {}}
+        states[name] = {"steps": steps, "slots": all_}
         for slot, at in all_.items():
             if folder.tensors[at].shape != folder.tensors[weights[name]].shape:
                 raise ValueError(f"{shown(at)} of another shape than {shown(name)}")
-            states[name]["slots"][slot] = folder.tensors[at].dtype
             places.setdefault(slot, {})[name] = at
     sets = {
         prefix: {name: folder.tensors[at]._replace(name=name) for name, at in named.items()}
@@ -278,20 +277,12 @@ def _checkpoint(folder: Folder) -> Checkpoint:
     step = max((state["steps"] for state in states.values()), default=0)
     run = {"format": FORMAT, "step": step, "user": _user(folder, rest, notices)}
     if optimizer:
-        rule = _rule(folder, {*sets} - {WEIGHTS, RESIDUE}, groups)
+        kinds = {*sets} - {WEIGHTS, RESIDUE}
+        unstepped = "sgd" if groups and "momentum" in groups[0]["options"] else "adam"
+        rule = rule_of(kinds) if kinds else unstepped
         run["optimizer"] = {"rule": rule, "groups": groups, "states": states}
     # All weights are castable, as in `model.to`: nothing tells buffers from parameters.
     return Checkpoint(sets, values, run, weights.keys(), notices=notices)
-
-
-def _rule(folder: Folder, slots: set[str], groups: list[dict[str, Any]]) -> str:
-    """That of an optimizer with such slots, or of its options where there is no state."""
-    if not slots:
-        return "sgd" if "momentum" in decoded(groups[0]["options"]) else "adam"
-    if (kinds := tuple(sorted(slots))) not in RULES:
-        found = f"states of {', '.join(kinds)}: an optimizer that is not offered"
-        raise Refusal(f"{folder.where}: {found}")
-    return RULES[kinds]
 
 
 class _Optimizer:

@@ -26,7 +26,7 @@ from offload.checkpoint.directory import FORMAT, encoded
 from offload.checkpoint.schema import told
 from offload.checkpoint.shards import WEIGHTS, Sets, Tensor, Values, joined, name_of
 
-RULES = {("exp_avg",): "lion", ("exp_avg", "exp_avg_sq"): "adam", ("momentum_buffer",): "sgd"}
+_RULES = {("exp_avg",): "lion", ("exp_avg", "exp_avg_sq"): "adam", ("momentum_buffer",): "sgd"}
 """The update's rule by the slots of its states, but for the residue."""
 
 _FILE = re.compile(r"(?:\w+_)??(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_(model|optim)_states\.pt")
@@ -52,6 +52,14 @@ class Checkpoint:
     """Of its parameters in a save where no other is asked for; None: as they are."""
     notices: list[str] = field(default_factory=list)
     """What is left out of it."""
+
+
+def rule_of(slots: Collection[str]) -> str:
+    """The update's rule of an optimizer whose states have such slots, if it is offered."""
+    kinds = tuple(sorted(slots))
+    if kinds not in _RULES:
+        raise ValueError(f"states of {', '.join(kinds)}: an optimizer that is not offered")
+    return _RULES[kinds]
 
 
 class _Stub:
@@ -192,8 +200,6 @@ def _of_users(model: Any, notices: list[str]) -> dict[str, Any]:
 
 def _optimizer(base: Any, shapes: list[Any], slots: list[str]) -> dict[str, Any]:
     """What a run has of the optimizer."""
-    if tuple(sorted(slots)) not in RULES:
-        raise ValueError(f"states of {', '.join(slots)}: an optimizer that is not offered")
     groups, states = [], {}
     for group in base["param_groups"]:
         if not group.get("bias_correction", True):
@@ -204,4 +210,4 @@ def _optimizer(base: Any, shapes: list[Any], slots: list[str]) -> dict[str, Any]
         for at in group["params"]:
             steps = int(base["state"][at].get("step", group.get("step", 0)))
             states.update({name: {"steps": steps, "slots": slots} for name in shapes[at]})
-    return {"rule": RULES[tuple(sorted(slots))], "groups": groups, "states": states}
+    return {"rule": rule_of(slots), "groups": groups, "states": states}
