@@ -18,7 +18,7 @@ from typing import TypeAlias
 
 import torch
 
-from offload.checkpoint.shards import WEIGHTS, Sets, SetsReader, Tensor, bytes_of, items
+from offload.checkpoint.shards import Sets, SetsReader, bytes_of, items
 from offload.model.engine import Engine
 from offload.planning.profile import Sharding, profile_of
 from offload.runtime.entry import EngineError
@@ -73,38 +73,33 @@ def _raise_first(failed: list[Exception]) -> None:
 def _of_all(engine: Engine, mine: Parts, sets: Sets, failed: list[Exception]) -> Parts:
     """The parts of all ranks in the order of one process, to the first; `mine` are those of this
     rank, and last on the first its buffers."""
-    ranks, device = engine.ranks, engine.runner.device
-    full, count = engine.plan.profile.full, ranks.group.ranks
+    ranks, group, own = engine.ranks, engine.ranks.group, _read(mine, failed)
+    full, count = engine.plan.profile.full, group.ranks
     profiles = [profile_of(full, sharding=Sharding(at, count)) for at in range(count)]
     for unit in (*full, None):
         if ranks.failed(bool(failed)):
             raise _Elsewhere
-        pieces = (
-            (rank, one.name, piece)
+        parts = (
+            (rank, prefix, named[one.name]._replace(shape=(items(prefix, piece.elements),)))
             for one in (unit.parameters if unit else ())
-            if one.name in sets[WEIGHTS]
-            for rank, profile in zip(ranks.group.order, profiles)
+            for rank, profile in zip(group.order, profiles)
             for piece in profile.locate(one.name)
+            for prefix, named in sets.items()
+            if one.name in named
         )
-        for rank, name, piece in pieces:
-            parts = {
-                prefix: Tensor(name, named[name].dtype, (items(prefix, piece.elements),)).bytes
-                for prefix, named in sets.items()
-                if name in named
-            }
-            given = _read(islice(mine, len(parts) * (rank == ranks.group.rank)), failed)
-            if rank == 0:  # Which writes them itself.
+        for rank, prefix, part in parts:
+            given = islice(own, int(rank == group.rank))
+            if rank == 0:  # Which writes it itself.
                 yield from given
                 continue
-            sent = device.empty((sum(parts.values()),), torch.uint8)
-            slots = torch.split(sent, [*parts.values()])
-            for slot, (_, _, part) in zip(slots, given):
-                slot.copy_(torch.from_numpy(bytes_of(part.cpu().contiguous())))
-            ranks.group.broadcast(sent, rank)
-            if ranks.group.rank == 0:
-                yield from ((prefix, name, slot) for prefix, slot in zip(parts, slots))
-    if ranks.group.rank == 0:
-        yield from mine
+            sent = engine.runner.device.empty((part.bytes,), torch.uint8)
+            for _, _, values in given:
+                sent.copy_(torch.from_numpy(bytes_of(values.cpu().contiguous())))
+            group.broadcast(sent, rank)
+            if group.rank == 0:
+                yield prefix, part.name, sent
+    if group.rank == 0:
+        yield from own
 
 
 def _read(given: Parts, failed: list[Exception]) -> Parts:
