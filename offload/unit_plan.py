@@ -19,7 +19,7 @@ from offload.planning.profile import (
     ALONE,
     CHUNK_ELEMENTS,
     KINDS,
-    ParameterSpec,
+    Parameter,
     Part,
     Profile,
     Sharding,
@@ -45,7 +45,7 @@ def spec_of(
 ) -> Unit:
     """The layout of a unit whose parameters are known."""
     wanted = [
-        ParameterSpec(
+        Parameter(
             name,
             tuple(local_part(p).shape),
             str(p.dtype)[6:],

@@ -12,7 +12,7 @@ from offload.planning.layout import Placement, Plan, lay_out
 from offload.planning.machine import DriveSpeed, Machine
 from offload.planning.profile import (
     CHUNK_ELEMENTS,
-    ParameterSpec,
+    Parameter,
     Profile,
     StateChoice,
     Unit,
@@ -64,8 +64,8 @@ def unit(
     chunk_elements: int = CHUNK_ELEMENTS,
 ) -> Unit:
     """A unit of trainable parameters of `elements` each, and frozen ones."""
-    wanted = [ParameterSpec(f"{name}.p{i}", (n,), dtype, True) for i, n in enumerate(elements)]
-    wanted += [ParameterSpec(f"{name}.f{i}", (n,), dtype, False) for i, n in enumerate(frozen)]
+    wanted = [Parameter(f"{name}.p{i}", (n,), dtype, True) for i, n in enumerate(elements)]
+    wanted += [Parameter(f"{name}.f{i}", (n,), dtype, False) for i, n in enumerate(frozen)]
     return lay_out_unit(
         name,
         wanted,
@@ -162,15 +162,13 @@ _DTYPES = st.sampled_from(["bfloat16", "float32"])
 
 
 @st.composite
-def wanted_parameters(draw: st.DrawFn, name: str = "unit") -> list[ParameterSpec]:
+def wanted_parameters(draw: st.DrawFn, name: str = "unit") -> list[Parameter]:
     """Some parameters of mixed dtypes, some of them frozen, some of several dimensions."""
     made = []
     for i in range(draw(st.integers(1, 4))):
         size = draw(_SIZES)
         shape = draw(st.sampled_from([(size,), (1, size), (size, 1, 1)]))
-        made.append(
-            ParameterSpec(f"{name}.p{i}", shape, draw(_DTYPES), draw(st.integers(0, 4)) > 0)
-        )
+        made.append(Parameter(f"{name}.p{i}", shape, draw(_DTYPES), draw(st.integers(0, 4)) > 0))
     return made
 
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.planning.layout import Buffer, Placement, Plan, lay_out
-from offload.planning.profile import ParameterSpec, StateChoice, lay_out_unit, profile_of
+from offload.planning.profile import Parameter, StateChoice, lay_out_unit, profile_of
 from offload.program.ops import Use, Value
 from offload.runtime import memory as arena
 from offload.runtime.device import CPU, Accelerator, Device, PinError
@@ -192,8 +192,8 @@ def small_plan() -> Plan:
         lay_out_unit(
             f"u{i}",
             [
-                ParameterSpec("a", (70, 31), "bfloat16", True),
-                ParameterSpec("b", (9,), "float32", i % 2 == 0),
+                Parameter("a", (70, 31), "bfloat16", True),
+                Parameter("b", (9,), "float32", i % 2 == 0),
             ],
         )
         for i in range(3)

@@ -93,7 +93,7 @@ def test_the_norm_adds_parameters_up_by_name_whatever_units_they_are_in() -> Non
         for i, one in enumerate(spec.parameters)
     }
     assert leaves == {"a.p0": 0, "b.p0": 1, "b.p1": 2, "c.p0": 4}
-    wanted = [profile.ParameterSpec(name, (n,), "bfloat16", True) for name, n in sizes.items()]
+    wanted = [profile.Parameter(name, (n,), "bfloat16", True) for name, n in sizes.items()]
     whole = profile_of([profile.lay_out_unit("all", wanted)])
     assert {name: whole.leaf(0, i, 1023) for i, name in enumerate(sizes)} == leaves
 

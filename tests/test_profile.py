@@ -16,7 +16,7 @@ from offload.planning.profile import (
     CHUNK_ELEMENTS,
     ITEM_BYTES,
     LEAF_ELEMENTS,
-    ParameterSpec,
+    Parameter,
     Profile,
     Unit,
     lay_out_unit,
@@ -149,7 +149,7 @@ def test_pieces_follow_one_another(one: Unit) -> None:
 
 @given(wanted_parameters(), st.sampled_from(["param", "float32"]))
 @cheap(50)
-def test_all_parameters_are_there(wanted: list[ParameterSpec], gradient_dtype: str) -> None:
+def test_all_parameters_are_there(wanted: list[Parameter], gradient_dtype: str) -> None:
     one = lay_out_unit("unit", wanted, gradient_dtype=gradient_dtype)
     found = {(p.name, p.shape, p.dtype, p.trainable) for p in one.parameters}
     assert found == {(w.name, w.shape, w.dtype, w.trainable) for w in wanted}
@@ -184,12 +184,12 @@ def test_a_parameter_over_several_chunks() -> None:
 
 def test_a_dtype_that_a_unit_cannot_hold() -> None:
     with pytest.raises(ValueError, match="parameter p is of dtype int8"):
-        lay_out_unit("u", [ParameterSpec("p", (3,), "int8", True)])
+        lay_out_unit("u", [Parameter("p", (3,), "int8", True)])
 
 
 def test_scalars_and_empty_parameters() -> None:
     one = lay_out_unit(
-        "u", [ParameterSpec("s", (), "float32", True), ParameterSpec("e", (0,), "float32", True)]
+        "u", [Parameter("s", (), "float32", True), Parameter("e", (0,), "float32", True)]
     )
     assert [p.elements for p in one.parameters] == [1, 0]
     assert [piece.parameter for piece in profile_of([one]).by_chunk(0)[0]] == [0]
@@ -197,7 +197,7 @@ def test_scalars_and_empty_parameters() -> None:
 
 
 def test_a_unit_of_many_parameters_is_laid_out_quickly() -> None:
-    wanted = [ParameterSpec(f"p{i}", (1 << 20,), "bfloat16", True) for i in range(4000)]
+    wanted = [Parameter(f"p{i}", (1 << 20,), "bfloat16", True) for i in range(4000)]
     start = time.process_time()
     one = lay_out_unit("experts", wanted)
     assert time.process_time() - start < 2.0

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import prod
 from typing import Literal, NamedTuple
 
@@ -78,25 +79,19 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class ParameterSpec:
-    """A parameter that is not laid out yet."""
+class Parameter:
+    """One parameter of a unit."""
 
     name: str
     """Qualified name in the model; the first of several for a tied parameter."""
     shape: tuple[int, ...]
     dtype: str
     trainable: bool
-    part: Part | None = field(default=None, kw_only=True)
+    part: Part | None = None
     """None of a tensor that is here as a whole."""
-
-
-@dataclass(frozen=True, slots=True)
-class Parameter(ParameterSpec):
-    """One parameter of a unit, laid out."""
-
-    segment: int
-    """Index of its segment in the unit."""
-    start: int
+    segment: int = 0
+    """Index of its segment in the unit; this and `start` are given by `lay_out_unit`."""
+    start: int = 0
     """Its first element in the segment's numbering."""
     first: int = 0
     """In a shard: which element of the full parameter is the first here."""
@@ -115,11 +110,21 @@ class Segment:
     trainable: bool
     elements: int
     """Elements including padding to blocks, of the weight and of the gradient."""
-    weight_offset: int
-    """Bytes from the start of the unit's weight buffer."""
     gradient_dtype: str
-    gradient_offset: int
-    """Bytes from the start of the unit's gradient buffer; 0 and unused when not trainable."""
+    weight_offset: int = 0
+    """Bytes from the start of the unit's weight buffer."""
+    gradient_offset: int = 0
+    """Bytes from the start of the unit's gradient buffer; unused when not trainable."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Size in the weight buffer."""
+        return self.elements * ITEM_BYTES[self.dtype]
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Size in the gradient buffer."""
+        return self.elements * ITEM_BYTES[self.gradient_dtype] if self.trainable else 0
 
 
 class Piece(NamedTuple):
@@ -156,18 +161,13 @@ class Chunk:
     gradient_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Unit:
     """Parameters that move together, laid out. Made by `lay_out_unit`."""
 
     name: str
     parameters: tuple[Parameter, ...]
     segments: tuple[Segment, ...]
-    chunks: tuple[Chunk, ...]
-    weight_bytes: int
-    """Size of the flat weight buffer, a multiple of 4 KiB."""
-    gradient_bytes: int
-    """Size of the flat gradient buffer, a multiple of 4 KiB; 0 when nothing is trainable."""
     lasting: bool = False
     """Stays in use until the pass ends, as it is tied or encloses other units: it has a slot of its
     own."""
@@ -175,21 +175,48 @@ class Unit:
     """Backward needs its weights (an embedding's does not)."""
     chunk_elements: int = CHUNK_ELEMENTS
     """Elements in a full chunk, a multiple of a leaf of the norm."""
-    weight_chunks: tuple[tuple[int, int], ...] = field(init=False, repr=False, compare=False)
-    """(offset, bytes) of the chunks in which weights are stored: `chunks`, then frozen ones."""
 
-    def __post_init__(self) -> None:
-        found = tuple(
-            (segment.weight_offset + start * item, elements * item)
-            for segment, item in ((one, ITEM_BYTES[one.dtype]) for one in self.segments)
-            for start, elements in _cuts(0, segment.elements, self.chunk_elements)
+    @cached_property
+    def weight_bytes(self) -> int:
+        """Size of the flat weight buffer, a multiple of 4 KiB."""
+        return sum(one.weight_bytes for one in self.segments)
+
+    @cached_property
+    def gradient_bytes(self) -> int:
+        """Size of the flat gradient buffer, a multiple of 4 KiB; 0 when nothing is trainable."""
+        return sum(one.gradient_bytes for one in self.segments)
+
+    @cached_property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """The grain of gradients and states."""
+        return tuple(
+            Chunk(
+                segment=at,
+                start=start,
+                elements=count,
+                weight_offset=one.weight_offset + start * ITEM_BYTES[one.dtype],
+                weight_bytes=count * ITEM_BYTES[one.dtype],
+                gradient_offset=one.gradient_offset + start * ITEM_BYTES[one.gradient_dtype],
+                gradient_bytes=count * ITEM_BYTES[one.gradient_dtype],
+            )
+            for at, one in enumerate(self.segments)
+            for start, count in _cuts(0, one.elements, self.chunk_elements)
+            if one.trainable
         )
-        object.__setattr__(self, "weight_chunks", found)
+
+    @cached_property
+    def weight_chunks(self) -> tuple[tuple[int, int], ...]:
+        """(offset, bytes) of the chunks in which weights are stored: `chunks`, then frozen ones."""
+        return tuple(
+            (one.weight_offset + start * item, count * item)
+            for one, item in ((one, ITEM_BYTES[one.dtype]) for one in self.segments)
+            for start, count in _cuts(0, one.elements, self.chunk_elements)
+        )
 
     @property
     def trainable(self) -> bool:
         """Whether any parameter receives a gradient."""
-        return bool(self.chunks)
+        return self.gradient_bytes > 0
 
     def weight_offset(self, parameter: int) -> int:
         """Bytes from the start of the weight buffer to a parameter."""
@@ -228,7 +255,7 @@ ALONE = Sharding(gathers=False)
 """There is no group of ranks."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Profile:
     """The units of a model, as far as this rank has them, and the order of their use.
 
@@ -238,37 +265,29 @@ class Profile:
     units: tuple[Unit, ...]
     forward: tuple[int, ...]
     backward: tuple[int, ...]
-    chunk_stages: int = CHUNK_STAGES
+    chunk_stages: int
     """Slots of each staging ring for chunks."""
-    full: tuple[Unit, ...] = field(default=(), repr=False)
-    """The units as they are used; by default `units`."""
-    sharding: Sharding = ALONE
-    _places: dict[str, tuple[int, int, int]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-    """Cache by name: unit, index and first leaf in the norm of a parameter."""
+    full: tuple[Unit, ...] = field(repr=False)
+    """The units as they are used, of which `units` are shards."""
+    sharding: Sharding
 
-    def __post_init__(self) -> None:
-        if not self.full:
-            object.__setattr__(self, "full", self.units)
-
-    def _place(self, name: str) -> tuple[int, int, int]:
-        if not self._places:
-            found, leaf, units = dict[str, tuple[int, int, int]](), 0, enumerate(self.units)
-            named = ((p.name, u, i) for u, one in units for i, p in enumerate(one.parameters))
-            for one, unit, parameter in sorted(named):
-                spec = self.full[unit].parameters[parameter]
-                number = 0 if spec.part is None else spec.part.number
-                found[one] = unit, parameter, leaf + number * PART_LEAVES
-                leaf += -(-spec.elements // LEAF_ELEMENTS)
-            self._places.update(found)  # At once, as lanes ask, too.
-        return self._places[name]
+    @cached_property
+    def _places(self) -> dict[str, tuple[int, int, int]]:
+        """By name: unit, index and first leaf in the norm of a parameter."""
+        found, leaf, units = dict[str, tuple[int, int, int]](), 0, enumerate(self.units)
+        named = ((p.name, u, i) for u, one in units for i, p in enumerate(one.parameters))
+        for name, unit, parameter in sorted(named):
+            spec = self.full[unit].parameters[parameter]
+            number = 0 if spec.part is None else spec.part.number
+            found[name] = unit, parameter, leaf + number * PART_LEAVES
+            leaf += -(-spec.elements // LEAF_ELEMENTS)
+        return found
 
     def leaf(self, unit: int, parameter: int, element: int) -> int:
         """The number, in the norm, of the leaf that starts with an element of a full parameter.
         Leaves are counted by name: an order that no placement, and no cut into units, changes."""
         name = self.units[unit].parameters[parameter].name
-        return self._place(name)[2] + element // LEAF_ELEMENTS
+        return self._places[name][2] + element // LEAF_ELEMENTS
 
     def locate(self, name: str, elements: range | None = None) -> Iterator[Piece]:
         """Where a range of a parameter lies, by default all that is here: its pieces in order.
@@ -276,7 +295,7 @@ class Profile:
         The only answer to this question. A piece is of every kind of value: it starts so many
         elements into the chunk of the weight, of the gradient and of the record.
         """
-        unit, parameter, _ = self._place(name)
+        unit, parameter, _ = self._places[name]
         segments, one = self.units[unit].segments, self.units[unit].parameters[parameter]
         full = self.units[unit].chunk_elements
         before = sum(-(-s.elements // full) for s in segments[: one.segment])
@@ -300,9 +319,11 @@ class Profile:
         full, shard, at = self.full[unit], self.units[unit], self.sharding
         if at.ranks == 1:
             return [slice(0, full.weight_bytes)]
-        sizes = [one.elements * ITEM_BYTES[one.dtype] for one in shard.segments]
-        starts = [w.weight_offset + at.position * size for w, size in zip(full.segments, sizes)]
-        return [slice(start, start + size) for start, size in zip(starts, sizes)]
+        found = []
+        for whole, part in zip(full.segments, shard.segments):
+            start = whole.weight_offset + at.position * part.weight_bytes
+            found.append(slice(start, start + part.weight_bytes))
+        return found
 
     def by_chunk(
         self, unit: int, parameters: Container[int] | None = None
@@ -392,21 +413,8 @@ def profile_of(
 
 def shard_of(unit: Unit, sharding: Sharding) -> Unit:
     """What a rank has of a unit, see [Note: Shards]."""
-    parameters, segments, chunks = list[Parameter](), list[Segment](), list[Chunk]()
-    weight_bytes = gradient_bytes = 0
-    for at, full in enumerate(unit.segments):
-        elements = full.elements // sharding.ranks
-        one = replace(
-            full,
-            elements=elements,
-            weight_offset=weight_bytes,
-            gradient_offset=gradient_bytes if full.trainable else 0,
-        )
-        segments.append(one)
-        weight_bytes += elements * ITEM_BYTES[one.dtype]
-        if one.trainable:
-            gradient_bytes += elements * ITEM_BYTES[one.gradient_dtype]
-            chunks += _cut(at, one, unit.chunk_elements)
+    cut = (replace(one, elements=one.elements // sharding.ranks) for one in unit.segments)
+    parameters, segments = list[Parameter](), _in_a_row(cut)
     for whole in unit.parameters:
         elements = segments[whole.segment].elements
         begin = sharding.position * elements
@@ -416,22 +424,12 @@ def shard_of(unit: Unit, sharding: Sharding) -> Unit:
         )
         first, here = min(max(start - whole.start, 0), whole.elements), start - begin
         parameters.append(replace(whole, shape=(stop - start,), start=here, first=first))
-    return Unit(
-        unit.name,
-        tuple(parameters),
-        tuple(segments),
-        tuple(chunks),
-        weight_bytes,
-        gradient_bytes,
-        unit.lasting,
-        unit.backward,
-        unit.chunk_elements,
-    )
+    return replace(unit, parameters=tuple(parameters), segments=segments)
 
 
 def lay_out_unit(
     name: str,
-    wanted: Iterable[ParameterSpec],
+    wanted: Iterable[Parameter],
     *,
     gradient_dtype: str = "param",
     lasting: bool = False,
@@ -447,7 +445,7 @@ def lay_out_unit(
     Raises:
         ValueError: a dtype that a unit cannot hold.
     """
-    groups: dict[tuple[bool, str], list[ParameterSpec]] = {}
+    groups: dict[tuple[bool, str], list[Parameter]] = {}
     for one in wanted:
         if one.dtype not in ITEM_BYTES:
             raise ValueError(
@@ -458,36 +456,26 @@ def lay_out_unit(
         groups.setdefault((not one.trainable, one.dtype), []).append(one)
     parameters: list[Parameter] = []
     segments: list[Segment] = []
-    chunks: list[Chunk] = []
-    weight_bytes = gradient_bytes = 0
     for (frozen, dtype), members in sorted(groups.items()):
         kept = dtype if gradient_dtype == "param" else gradient_dtype
         start = 0
         for one in members:
-            at = len(segments)
-            placed = Parameter(one.name, one.shape, dtype, one.trainable, at, start, part=one.part)
-            parameters.append(placed)
-            start += round_up(placed.elements, LEAF_ELEMENTS)
+            parameters.append(replace(one, segment=len(segments), start=start))
+            start += round_up(one.elements, LEAF_ELEMENTS)
         # Whole blocks of the narrower dtype are whole blocks of the wider one, too.
         block = max(LEAF_ELEMENTS, BLOCK_BYTES // min(ITEM_BYTES[dtype], ITEM_BYTES[kept]))
-        elements = round_up(start, ranks * block)
-        segment = Segment(dtype, not frozen, elements, weight_bytes, kept, gradient_bytes)
-        segments.append(segment)
-        weight_bytes += elements * ITEM_BYTES[dtype]
-        if not frozen:
-            gradient_bytes += elements * ITEM_BYTES[kept]
-            chunks += _cut(len(segments) - 1, segment, chunk_elements)
-    return Unit(
-        name=name,
-        parameters=tuple(parameters),
-        segments=tuple(segments),
-        chunks=tuple(chunks),
-        weight_bytes=weight_bytes,
-        gradient_bytes=gradient_bytes,
-        lasting=lasting,
-        backward=backward,
-        chunk_elements=chunk_elements,
-    )
+        segments.append(Segment(dtype, not frozen, round_up(start, ranks * block), kept))
+    return Unit(name, tuple(parameters), _in_a_row(segments), lasting, backward, chunk_elements)
+
+
+def _in_a_row(segments: Iterable[Segment]) -> tuple[Segment, ...]:
+    """Segments one after the other in the buffers of their unit."""
+    found, weight, gradient = list[Segment](), 0, 0
+    for one in segments:
+        found.append(replace(one, weight_offset=weight, gradient_offset=gradient))
+        weight += one.weight_bytes
+        gradient += one.gradient_bytes
+    return tuple(found)
 
 
 def _cuts(start: int, stop: int, full: int) -> Iterator[tuple[int, int]]:
@@ -496,18 +484,3 @@ def _cuts(start: int, stop: int, full: int) -> Iterator[tuple[int, int]]:
         elements = min(stop, (start // full + 1) * full) - start
         yield start, elements
         start += elements
-
-
-def _cut(index: int, segment: Segment, full: int) -> Iterator[Chunk]:
-    """The chunks of `segment`."""
-    weight_item, gradient_item = ITEM_BYTES[segment.dtype], ITEM_BYTES[segment.gradient_dtype]
-    for start, elements in _cuts(0, segment.elements, full):
-        yield Chunk(
-            segment=index,
-            start=start,
-            elements=elements,
-            weight_offset=segment.weight_offset + start * weight_item,
-            weight_bytes=elements * weight_item,
-            gradient_offset=segment.gradient_offset + start * gradient_item,
-            gradient_bytes=elements * gradient_item,
-        )

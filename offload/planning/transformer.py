@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 
 from offload.planning.planner import Grain
 from offload.planning.profile import (
-    ParameterSpec,
+    Parameter,
     Profile,
     Sharding,
     Unit,
     lay_out_unit,
-    shard_of,
+    profile_of,
 )
 
 SHAPES: dict[str, tuple[int, int]] = {
@@ -77,7 +77,7 @@ class Transformer:
         return self.layers * block + 2 * self.vocabulary * self.hidden
 
     def profile(self, cut: Grain, sharding: Sharding, *, gradient_dtype: str = "param") -> Profile:
-        """Its units in bfloat16, of which alike ones are laid out once."""
+        """Its units in bfloat16."""
         names = "qkv", "out", "up", "down"
         matrices = [[part * self.hidden**2] for part in (3, 1, 4, 4)]
         matrices[0].append(13 * self.hidden)  # Biases and norms.
@@ -87,9 +87,7 @@ class Transformer:
 
         def unit(name: str, sizes: Sequence[Sequence[int]], *, backward: bool = True) -> Unit:
             flat = [size for some in sizes for size in some]
-            wanted = [
-                ParameterSpec(f"{name}.{i}", (n,), "bfloat16", True) for i, n in enumerate(flat)
-            ]
+            wanted = [Parameter(f"{name}.{i}", (n,), "bfloat16", True) for i, n in enumerate(flat)]
             return lay_out_unit(
                 name,
                 wanted,
@@ -102,17 +100,8 @@ class Transformer:
         made = [unit(names[at * each], some) for at, some in enumerate(parts)]
         first, last = unit("embedding", ends, backward=False), unit("head", ends)
         full = [first, *made * self.layers, last]
-        one = {id(u): u if sharding.ranks == 1 else shard_of(u, sharding) for u in full}
-        units = [replace(one[id(u)], name=f"{u.name}.{at}") for at, u in enumerate(full)]
-        order = tuple(range(len(units)))
-        return Profile(
-            tuple(units),
-            order,
-            order[:0:-1],
-            cut.stages,
-            tuple(full) if sharding.ranks > 1 else (),
-            sharding,
-        )
+        units = [replace(one, name=f"{one.name}.{at}") for at, one in enumerate(full)]
+        return profile_of(units, chunk_stages=cut.stages, sharding=sharding)
 
     def forward_flops(self, unit: int, tokens: int, sequence: int) -> float:
         """Work of a unit's forward, see [Note: Work of a block]."""
