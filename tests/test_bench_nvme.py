@@ -63,7 +63,7 @@ def test_json_has_every_figure_and_nothing_else(capsys, tmp_path):
     assert 2 << 20 < found["bytes_written"] <= 256 << 20
     assert "at most 256MiB to each; the file is gone however this ends" in shown.err
     assert "that of a 7B model in" in found["verdict"]
-    assert list(saved_speeds()) or not found["direct"]
+    assert list(saved_speeds()[0]) or not found["direct"]
     assert set(os.listdir(tmp_path)) <= {"machine.json"}
 
 
@@ -73,7 +73,7 @@ def test_several_drives_have_each_a_verdict_and_figures_fit_eighty_columns(
     paths = [tmp_path / name for name in ("a", "[red]b")]
     for path in paths:
         path.mkdir()
-    monkeypatch.setattr(bench_nvme, "same_drive", lambda paths: tuple(range(len(paths))))
+    monkeypatch.setattr(bench_nvme, "mount_point", lambda path: path)
     assert command(*paths, *TINY, "--no-save") == 0
     shown = capsys.readouterr()
     for path in paths:
@@ -82,10 +82,10 @@ def test_several_drives_have_each_a_verdict_and_figures_fit_eighty_columns(
     assert len(figures) == 6
     assert max(map(len, figures)) <= 80
     assert not list(paths[0].iterdir())
-    monkeypatch.setattr(bench_nvme, "same_drive", lambda paths: (0, 0))
+    monkeypatch.setattr(bench_nvme, "mount_point", lambda path: "/")
     assert command(*paths, *TINY, "--no-save", "--json") == 0
     shown = capsys.readouterr()
-    assert f"{paths[1]} is on the drive of another path: left out" in shown.err
+    assert f"{paths[1]} is on the file system of another path: left out" in shown.err
     assert len(json.loads(shown.out)["found"]) == 1
 
 
@@ -199,7 +199,7 @@ def test_speeds_are_kept_with_their_doubts(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(console.psutil, "cpu_percent", lambda interval: 97.6)
     assert command(tmp_path) == 0
     assert f"saved to {tmp_path}/machine.json" in capsys.readouterr().err
-    (speed,) = saved_speeds().values()
+    (speed,) = saved_speeds()[0].values()
     figures = (speed.read_bytes_per_s, speed.write_bytes_per_s, speed.both_bytes_per_s)
     assert figures == (3e9, 2e9, 4e9)
     assert (speed.others_percent, speed.backend, speed.depth) == (98, "python", 1)

@@ -112,13 +112,13 @@ def test_threads_of_openmp():
 
 
 def directory(asked=True, **seen):
-    good = {"kind": "xfs", "free_bytes": 9 * GIB, "disks": ["nvme0n1"]}
+    good = {"kind": "xfs", "free_bytes": 9 * GIB, "mount": "/"}
     good |= {"direct": True, "copies": False}
     return findings.directory("/mnt", **good | seen, asked=asked)
 
 
 def test_directories():
-    check(directory(), "ok", "xfs, O_DIRECT, 9.00 GiB free, nvme0n1")
+    check(directory(), "ok", "xfs at /, O_DIRECT, 9.00 GiB free")
     assert directory().subject == "nvme /mnt"
     check(directory(kind="btrfs", copies=True), "note", "copies on write", "ext4 or xfs")
     check(directory(kind="tmpfs", direct=False), "note", "this is memory and no drive")

@@ -1,4 +1,4 @@
-"""What the host gives: free bytes, drives below directories, measured speeds."""
+"""What the host gives: free bytes, measured speeds."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ import pytest
 
 from offload.planning.machine import (
     Machine,
-    _part,
     cgroup_free_bytes,
-    disks_below,
     host_free_bytes,
     measured_speeds,
     mount_point,
@@ -22,11 +20,9 @@ from offload.planning.machine import (
     profile_path,
     ranks_on_host,
     replace_file,
-    same_drive,
     save_speed,
     saved_speeds,
     shares_of,
-    unreadable_speeds,
 )
 from tests.command import SHORT, run
 from tests.profiles import SPEED
@@ -190,16 +186,16 @@ def test_a_path_that_cannot_be_the_nvme_tier(tmp_path: Path) -> None:
 def test_measured_speeds_are_kept_and_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = tmp_path / "deep" / "machine.json"
     monkeypatch.setenv("OFFLOAD_MACHINE", str(kept))
-    assert saved_speeds() == {}
+    assert saved_speeds() == ({}, None)
     before = probe((str(tmp_path),))
     assert save_speed(str(tmp_path / "not there yet"), SPEED) == kept
     assert list(kept.parent.iterdir()) == [kept]
-    assert saved_speeds() == {mount_point(str(tmp_path)): SPEED}
+    assert saved_speeds() == ({mount_point(str(tmp_path)): SPEED}, None)
     found = probe((str(tmp_path),))
     assert (found.disk_read_bytes_per_s, found.disk_write_bytes_per_s) == (5.123e9, 3e9)
     assert probe().disk_read_bytes_per_s == before.disk_read_bytes_per_s
     save_speed("/proc", replace(SPEED, depth=4))
-    assert {speed.depth for speed in saved_speeds().values()} == {4, 8}
+    assert {speed.depth for speed in saved_speeds()[0].values()} == {4, 8}
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert probe((str(tmp_path),)).disk_read_bytes_per_s == 2.5615e9
 
@@ -215,27 +211,22 @@ def test_damaged_speeds_are_as_none_and_said_to_be(
     kept.write_text(text)
     monkeypatch.setenv("OFFLOAD_MACHINE", str(kept))
     with pytest.warns(RuntimeWarning, match=f"{kept} holds no measured speeds of drives"):
-        assert saved_speeds() == {}
-    assert unreadable_speeds()
+        assert measured_speeds(("/",)) == (None,)
     with pytest.raises(FileExistsError, match="holds something else"):
         save_speed(str(tmp_path), SPEED)  # It may be another program's.
     assert kept.read_text() == text
     kept.write_text("")
     save_speed(str(tmp_path), SPEED)
-    assert list(saved_speeds().values()) == [SPEED]
+    assert list(saved_speeds()[0].values()) == [SPEED]
 
 
 def speeds_of(monkeypatch: pytest.MonkeyPatch, rates: dict[str, float | None]) -> None:
     """Drives /a, /b ... that read at 4, write at 2 and do both at 3 times such rates."""
     unit = replace(SPEED, read_bytes_per_s=4.0, write_bytes_per_s=2.0, both_bytes_per_s=3.0)
-    saved = {name: _part(unit, 1 / rate) for name, rate in rates.items() if rate is not None}
-    monkeypatch.setattr("offload.planning.machine.saved_speeds", lambda: saved)
+    saved = {name: unit.scaled(rate) for name, rate in rates.items() if rate is not None}
+    monkeypatch.setattr("offload.planning.machine.saved_speeds", lambda: (saved, None))
     monkeypatch.setattr("offload.planning.machine.mount_point", lambda path: path[:2])
     places = [*rates]
-    monkeypatch.setattr(
-        "offload.planning.machine.same_drive",
-        lambda paths: tuple([p[:2] for p in paths].index(path[:2]) for path in paths),
-    )
     monkeypatch.setattr(
         "offload.planning.machine._usable", lambda path, asked: (10**12, places.index(path[:2]))
     )
@@ -247,15 +238,14 @@ def test_several_measured_drives_add_up(monkeypatch: pytest.MonkeyPatch) -> None
     assert shares_of(measured_speeds(("/a", "/b", "/c"))) == pytest.approx((0.6, 0.3, 0.1))
     assert found.disk_read_bytes_per_s == pytest.approx(4 * 10)
     assert found.disk_write_bytes_per_s == pytest.approx(2 * 10)
-    # One that was not measured: equal shares, and the slowest known is what they wait for.
+    # One that was not measured: equal shares, and the speed is not known.
     found = probe(("/a", "/d", "/b"))
     assert shares_of(measured_speeds(("/a", "/d", "/b"))) == pytest.approx((1 / 3, 1 / 3, 1 / 3))
-    assert found.disk_read_bytes_per_s == pytest.approx(4 * 3 * 3)
     usual = Machine(device_bytes=1, cpu_bytes=1)
-    assert probe(("/d", "/d")).disk_read_bytes_per_s == usual.disk_read_bytes_per_s
+    assert found.disk_read_bytes_per_s == usual.disk_read_bytes_per_s
 
 
-def test_directories_on_one_drive_are_one_drive(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_directories_of_one_file_system_are_one_drive(monkeypatch: pytest.MonkeyPatch) -> None:
     speeds_of(monkeypatch, {"/a": 6.0, "/b": 3.0})
     found = probe(("/a/1", "/b", "/a/2"))
     assert shares_of(measured_speeds(("/a/1", "/b", "/a/2"))) == pytest.approx((1 / 3,) * 3)
@@ -268,7 +258,8 @@ def test_a_drive_that_reads_slower_than_it_writes_is_waited_for(
     speeds_of(monkeypatch, {"/a": 1.0, "/b": 1.0})
     odd = replace(SPEED, read_bytes_per_s=1.0, write_bytes_per_s=5.0, both_bytes_per_s=3.0)
     even = replace(odd, read_bytes_per_s=4.0, write_bytes_per_s=4.0)
-    monkeypatch.setattr("offload.planning.machine.saved_speeds", lambda: {"/a": odd, "/b": even})
+    saved = {"/a": odd, "/b": even}
+    monkeypatch.setattr("offload.planning.machine.saved_speeds", lambda: (saved, None))
     found = probe(("/a", "/b"))
     assert (found.disk_read_bytes_per_s, found.disk_write_bytes_per_s) == pytest.approx((2, 8))
 
@@ -277,80 +268,6 @@ def test_where_speeds_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.delenv("OFFLOAD_MACHINE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert profile_path() == tmp_path / "offload" / "machine.json"
-
-
-# -- drives below directories, in a tree like /sys
-
-
-class Tree:
-    """A /sys and /proc of drives that are not there, and directories that lie on them."""
-
-    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.root = root
-        self.numbers: dict[str, int] = {}
-        inner = os.stat
-
-        def stat(path: str, *args: object, **kwargs: object) -> object:
-            if str(path) in self.numbers:
-                number = self.numbers[str(path)]
-                return type("Found", (), {"st_dev": number})
-            return inner(path, *args, **kwargs)  # type: ignore[arg-type]
-
-        monkeypatch.setattr(os, "stat", stat)
-        (root / "sys/dev/block").mkdir(parents=True)
-
-    def block(self, number: str, place: str, *slaves: str, partition: bool = False) -> None:
-        """A block device, where /sys has its directory."""
-        made = self.root / "sys/devices" / place
-        (made / "slaves").mkdir(parents=True)
-        for slave in slaves:
-            (made / "slaves" / Path(slave).name).symlink_to(self.root / "sys/devices" / slave)
-        if partition:
-            (made / "partition").write_text("1\n")
-        (self.root / "sys/dev/block" / number).symlink_to(made)
-
-    def directory(self, path: str, major: int, minor: int) -> None:
-        self.numbers[path] = os.makedev(major, minor)
-
-
-@pytest.fixture
-def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tree:
-    made = Tree(tmp_path, monkeypatch)
-    made.block("259:0", "pci/nvme0n1")
-    made.block("259:1", "pci/nvme0n1/nvme0n1p1", partition=True)
-    made.block("259:2", "pci/nvme0n1/nvme0n1p2", partition=True)
-    made.block("259:3", "pci/nvme1n1")
-    made.block("8:0", "pci/sda")
-    made.block("253:0", "virtual/dm-0", "pci/nvme0n1/nvme0n1p2")
-    made.block("9:0", "virtual/md0", "pci/nvme1n1", "pci/sda")
-    made.block("253:1", "virtual/dm-1", "virtual/md0")
-    for path, numbers in {
-        "/whole": (259, 0), "/one": (259, 1), "/two": (259, 2), "/other": (259, 3),
-        "/crypt": (253, 0), "/raid": (253, 1), "/sata": (8, 0), "/net": (0, 40),
-    }.items():  # fmt: skip
-        made.directory(path, *numbers)
-    return made
-
-
-def test_what_lies_below(tree: Tree) -> None:
-    for path, expected in {
-        "/whole": {"nvme0n1"}, "/one": {"nvme0n1"}, "/other": {"nvme1n1"}, "/crypt": {"nvme0n1"},
-        "/raid": {"nvme1n1", "sda"}, "/net": {"0:40"},
-    }.items():  # fmt: skip
-        assert disks_below(path, tree.root) == expected
-
-
-def test_what_has_a_drive_in_common(tree: Tree) -> None:
-    paths = ("/other", "/one", "/net", "/crypt", "/raid")
-    assert same_drive(paths, tree.root) == (0, 1, 2, 1, 0)
-    assert same_drive((), tree.root) == ()
-
-
-def test_this_machine(tmp_path: Path) -> None:
-    assert same_drive((tmp_path, tmp_path / "..")) == (0, 0)
-    assert disks_below(tmp_path)
-    with pytest.raises(FileNotFoundError):
-        disks_below(tmp_path / "missing")
 
 
 # -- files in the user's cache
@@ -373,7 +290,7 @@ def test_a_user_without_a_home_trains_and_is_told(
     monkeypatch.setattr(pwd, "getpwuid", unknown)
     for name in ("HOME", "XDG_CACHE_HOME", "OFFLOAD_MACHINE"):
         monkeypatch.delenv(name, raising=False)
-    assert saved_speeds() == {}
+    assert saved_speeds() == ({}, None)
     assert run(*SHORT, "--trace", "--steps", "1", "--optimizer", "cpu") == 0
     told = capsys.readouterr().err
     assert "note: no trace was left at ~/.cache/offload/runs: this user has" in told

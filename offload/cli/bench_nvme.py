@@ -24,7 +24,7 @@ from offload.cli.console import Output, bar, others_percent
 from offload.cli.drive_fio import check_fio, compare
 from offload.cli.drive_load import DEPTHS, FILE_BYTES_UNIT, Figure, Load, Mode, search, settings
 from offload.cli.flags import check_field, parse_flags
-from offload.planning.machine import DriveSpeed, nvme_free_bytes, same_drive, save_speed
+from offload.planning.machine import DriveSpeed, mount_point, nvme_free_bytes, save_speed
 from offload.planning.tiers import parse_bytes
 
 SECONDS_MIN, SECONDS_MAX = 5.0, 3600.0
@@ -162,13 +162,14 @@ def command(arguments: list[str]) -> None:
                     "the drive's path was forgotten or mixed up; try: offload bench nvme "
                     "/mnt/nvme, a directory where you can write"
                 )
-            paths = [given[first] for first in sorted(set(same_drive(given)))]
+            mounts = [mount_point(path) for path in given]
+            paths = [given[mounts.index(mount)] for mount in dict.fromkeys(mounts)]
             with contextlib.closing(aio.open_backend(depth=2 * max(DEPTHS))) as opened:
                 backend = opened.name
             if asked.compare:
                 check_fio(backend)
         left_out = [path for path in given if path not in paths]
-        notices = [f"{path} is on the drive of another path: left out" for path in left_out]
+        notices = [f"{path} is on the file system of another path: left out" for path in left_out]
         if busy := others_percent():
             notices.append(f"other programs keep {busy}% of the processors busy: figures suffer")
         notices.append(

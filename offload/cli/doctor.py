@@ -23,12 +23,11 @@ from offload.cli.console import Output
 from offload.cli.findings import Finding
 from offload.cli.flags import parse_flags
 from offload.planning.machine import (
-    disks_below,
     host_free_bytes,
+    mount_point,
     nvme_free_bytes,
     ranks_on_host,
     saved_speeds,
-    unreadable_speeds,
 )
 from offload.planning.tiers import format_bytes
 
@@ -108,8 +107,7 @@ def _findings(paths: Sequence[str]) -> Iterator[Finding]:
     allowed = len(os.sched_getaffinity(0))
     yield findings.processors(allowed, os.cpu_count() or 1, _quota() if torch else None)
     yield findings.threads(os.environ, allowed, ranks)
-    wrong = unreadable_speeds()
-    yield findings.speeds({} if wrong else saved_speeds(), wrong)
+    yield findings.speeds(*saved_speeds())
     tried = [_directory(path, asked=bool(paths)) for path in paths or [os.curdir]]
     yield from (finding for finding, _ in tried)
     if torch:
@@ -173,8 +171,8 @@ def _directory(path: str, *, asked: bool) -> tuple[Finding, str]:
             copies = kind in COPY_ON_WRITE and file.notice is not None
     except OSError as error:
         return findings.unusable(shown, str(error.strerror or error), asked), ""
-    disks = sorted(disks_below(path))
-    found = findings.directory(shown, kind, free, disks, direct=direct, copies=copies, asked=asked)
+    mount = mount_point(path)
+    found = findings.directory(shown, kind, free, mount, direct=direct, copies=copies, asked=asked)
     return found, shown
 
 

@@ -192,17 +192,17 @@ def directory(
     path: str,
     kind: str,
     free_bytes: int,
-    disks: Sequence[str],
+    mount: str,
     *,
     direct: bool,
     copies: bool,
     asked: bool,
 ) -> Finding:
-    """One directory for the nvme tier: its kind of file system, O_DIRECT, free space and drive;
+    """One directory for the nvme tier: its kind of file system, O_DIRECT, free space, mount point;
     `copies`: whether it copies on write."""
     subject = f"nvme {path}"
-    told = f"{kind}, {'O_DIRECT' if direct else 'no O_DIRECT'}, {format_bytes(free_bytes)} free, "
-    told += ", ".join(disks) or "drive unknown"
+    told = f"{kind} at {mount}, {'O_DIRECT' if direct else 'no O_DIRECT'}, "
+    told += f"{format_bytes(free_bytes)} free"
     if asked and free_bytes < FREE_USED_BYTES:
         why = f"the least that offload train needs is {format_bytes(FREE_USED_BYTES)}"
         return Finding(subject, "stop", f"{told}: too little room: {why}", "free some space")

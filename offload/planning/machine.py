@@ -85,23 +85,19 @@ def probe(paths: tuple[str, ...] = (), *, device_free_bytes: int | None = None) 
     """
     ranks = ranks_on_host()
     host = host_free_bytes() // ranks
-    nvme_free_bytes(paths)  # First, as it refuses unusable paths by name.
     speeds = measured_speeds(paths)
-    shares = shares_of(speeds)
     found = Machine(
         device_bytes=host if device_free_bytes is None else device_free_bytes,
         cpu_bytes=host,
-        nvme_bytes=nvme_free_bytes(paths, shares) // ranks,
+        nvme_bytes=nvme_free_bytes(paths, shares_of(speeds)) // ranks,
         device_is_cpu=device_free_bytes is None,
     )
-    known = [(speed, share) for speed, share in zip(speeds, shares) if speed]
-    if not known:
+    if (speed := striped(speeds)) is None:
         return found
-    # A striped transfer takes as long as the slowest drive needs for its share.
     return replace(
         found,
-        disk_read_bytes_per_s=min(s.read_bytes_per_s / share for s, share in known) / ranks,
-        disk_write_bytes_per_s=min(s.write_bytes_per_s / share for s, share in known) / ranks,
+        disk_read_bytes_per_s=speed.read_bytes_per_s / ranks,
+        disk_write_bytes_per_s=speed.write_bytes_per_s / ranks,
     )
 
 
@@ -223,44 +219,6 @@ def _usable(path: str, asked: str) -> tuple[int, int]:
         raise OSError(error.errno, told, full) from None
 
 
-def disks_below(path: str | os.PathLike[str], system: Path = Path("/")) -> frozenset[str]:
-    """Names of the drives below a directory: {'nvme0n1'}, or several below a RAID.
-
-    Partitions, LVM, encryption and md are resolved to the drives below them, as `system`/sys lists
-    them. A file system without a block device (network, memory, btrfs) gives its device number.
-
-    Raises:
-        OSError: there is no such path.
-    """
-    device = os.stat(path).st_dev
-    number = f"{os.major(device)}:{os.minor(device)}"
-    block = system / "sys/dev/block" / number
-    return frozenset(_drives_of(block.resolve()) if block.exists() else {number})
-
-
-def _drives_of(block: Path) -> set[str]:
-    """Names of the drives below a block device."""
-    if (block / "partition").exists():
-        block = block.parent
-    below = [one.resolve() for one in (block / "slaves").glob("*")]
-    return set().union(*map(_drives_of, below)) if below else {block.name}
-
-
-def same_drive(
-    paths: Sequence[str | os.PathLike[str]], system: Path = Path("/")
-) -> tuple[int, ...]:
-    """For each directory, the index of the first one that shares a drive with it.
-
-    >>> same_drive(["/", "/"])
-    (0, 0)
-    """
-    disks = [disks_below(path, system) for path in paths]
-    first: list[int] = []
-    for number, own in enumerate(disks):
-        first.append(next((first[k] for k in range(number) if disks[k] & own), number))
-    return tuple(first)
-
-
 def mount_point(path: str) -> str:
     """The mount point of the file system of `path`."""
     found = Path(path).resolve()
@@ -285,31 +243,38 @@ class DriveSpeed:
     others_percent: int = 0
     """Share of all processors that other programs used meanwhile; 0 if negligible."""
 
+    def scaled(self, factor: float) -> DriveSpeed:
+        """So many times as fast."""
+        return replace(
+            self,
+            read_bytes_per_s=factor * self.read_bytes_per_s,
+            write_bytes_per_s=factor * self.write_bytes_per_s,
+            both_bytes_per_s=factor * self.both_bytes_per_s,
+        )
+
 
 def measured_speeds(paths: Sequence[str]) -> tuple[DriveSpeed | None, ...]:
-    """The measured speed of each directory's drive, or None.
-
-    Directories on one drive share its speed equally.
-    """
-    saved, drives = saved_speeds(), same_drive(paths)
-    found = [saved.get(mount_point(path)) for path in paths]
-    return tuple(speed and _part(speed, drives.count(d)) for speed, d in zip(found, drives))
-
-
-def both_bytes_per_s(paths: Sequence[str]) -> float:
-    """What the drives of the nvme tier were measured to read and write at once, both together; 0
-    where there are none, or one was not measured."""
-    speeds = measured_speeds(paths)
-    pairs = zip(speeds, shares_of(speeds))
-    return min((one.both_bytes_per_s / share if one else 0.0 for one, share in pairs), default=0.0)
+    """The measured speed of each directory's file system, of which several there have equal parts;
+    or None. A file of speeds that cannot be read is as none, and gives a RuntimeWarning."""
+    saved, wrong = saved_speeds()
+    if wrong:
+        warnings.warn(wrong, RuntimeWarning, stacklevel=2)
+    mounts = [mount_point(path) for path in paths]
+    found = zip(mounts, map(saved.get, mounts))
+    return tuple(speed and speed.scaled(1 / mounts.count(mount)) for mount, speed in found)
 
 
-def _part(speed: DriveSpeed, count: int) -> DriveSpeed:
+def striped(speeds: Sequence[DriveSpeed | None]) -> DriveSpeed | None:
+    """What drives do as one volume, where a transfer takes as long as the slowest needs for its
+    share; None where there are none, or one was not measured."""
+    known = [one.scaled(1 / share) for one, share in zip(speeds, shares_of(speeds)) if one]
+    if not known or len(known) < len(speeds):
+        return None
     return replace(
-        speed,
-        read_bytes_per_s=speed.read_bytes_per_s / count,
-        write_bytes_per_s=speed.write_bytes_per_s / count,
-        both_bytes_per_s=speed.both_bytes_per_s / count,
+        known[0],
+        read_bytes_per_s=min(one.read_bytes_per_s for one in known),
+        write_bytes_per_s=min(one.write_bytes_per_s for one in known),
+        both_bytes_per_s=min(one.both_bytes_per_s for one in known),
     )
 
 
@@ -331,23 +296,8 @@ def profile_path() -> Path:
     return Path(given) if given else cache_path("machine.json")
 
 
-def saved_speeds() -> dict[str, DriveSpeed]:
-    """Measured speeds by mount point; empty if none were saved.
-
-    An unreadable file gives a RuntimeWarning and counts as empty: training works without speeds.
-    """
-    speeds, wrong = _read_speeds()
-    if wrong:
-        warnings.warn(wrong, RuntimeWarning, stacklevel=2)
-    return speeds
-
-
-def unreadable_speeds() -> str | None:
-    """What is wrong with the file of measured speeds, or None."""
-    return _read_speeds()[1]
-
-
-def _read_speeds() -> tuple[dict[str, DriveSpeed], str | None]:
+def saved_speeds() -> tuple[dict[str, DriveSpeed], str | None]:
+    """Measured speeds by mount point, and what is wrong with the file of them, or None."""
     try:
         path = profile_path()
         text = path.read_text("utf-8")
@@ -370,7 +320,7 @@ def save_speed(path: str, speed: DriveSpeed) -> Path:
         OSError: the file cannot be written, or is another program's and is left as it is.
     """
     saved = profile_path()
-    drives, wrong = _read_speeds()
+    drives, wrong = saved_speeds()
     if wrong:
         raise FileExistsError(errno.EEXIST, "it holds something else", str(saved))
     drives[mount_point(path)] = speed
