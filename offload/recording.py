@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -17,15 +17,13 @@ from offload.model.engine import Engine
 from offload.planning.machine import Machine, measured_speeds, striped
 from offload.program.compile import compile_program
 from offload.program.ops import OF_USER, Lane, Program, Verb
-from offload.program.simulate import Timeline, simulate, speed_of, speeds_of
-from offload.reporting import ENGINE, MODEL, Prediction, Run, Span, Wait, clip, seconds
+from offload.program.predict import MODEL, predict
+from offload.program.simulate import speed_of
+from offload.reporting import ENGINE, Prediction, Run, Span, Wait, clip, seconds
 from offload.runtime.stats import Ran, Trace
 
-SIMULATED_STEPS = 3
-"""From the third on, steps are alike."""
-
-SIMULATED_OPS_MAX = 400_000
-"""Ops of all simulations of a run: about ten seconds. Of large steps fewer lanes are simulated."""
+SIMULATED_OPS_MAX = 30_000
+"""Ops of a step that is simulated, which with each lane twice as fast takes some ten seconds."""
 
 
 def program_of(engine: Engine) -> Program:
@@ -103,9 +101,9 @@ def _predicted(engine: Engine, trace: Trace, since: float) -> tuple[Prediction |
     backwards = sum(one.op.verb is Verb.BACKWARD for one in user)
     if not backwards:
         return None, "all units live on the device"
-    count, most = len(ran) // steps, SIMULATED_OPS_MAX // SIMULATED_STEPS
-    if count > most:
-        return None, f"a step has {count:,} operations, more than the simulator's {most:,}"
+    if (count := len(ran) // steps) > SIMULATED_OPS_MAX:
+        told = f"a step has {count:,} operations, more than the simulator's {SIMULATED_OPS_MAX:,}"
+        return None, told
     phases = program_of(engine).phases
     ops = [op for name in ("forward", "backward_first") for op in phases[name].ops]
     uses = Counter((op.value.unit, op.verb) for op in ops if op.verb in OF_USER)
@@ -126,37 +124,22 @@ def _predicted(engine: Engine, trace: Trace, since: float) -> tuple[Prediction |
     idle = max(0.0, until - since - seconds(waits) - working) / steps
     machine = _machine(ran, device_is_cpu=engine.runner.device.is_host)
 
-    def timeline(faster: Lane | None = None) -> Timeline:
-        """A faster device speeds up the user's own compute, but not the engine's calls in it."""
-        left = 1 - own / working / 2 if faster is Lane.COMPUTE else 1.0
-        names = speeds_of(faster) if faster else ()
-        speeds: Any = {name: 2 * getattr(machine, name) for name in names}
-        return simulate(
-            program_of(engine),
-            replace(machine, **speeds),
-            lambda unit, verb: left * compute[unit, verb] / uses[unit, verb],
-            steps=SIMULATED_STEPS,
-            micro_batches=micro_batches,
-            host_seconds=idle,
-            updates_in_backward=engine.early.begins_early,
-        )
-
-    return _simulated(timeline, most // count, engine), ""
-
-
-def _simulated(timeline: Callable[..., Timeline], simulations: int, engine: Engine) -> Prediction:
-    """The step as it is, and with each lane twice as fast, by at most `simulations`."""
-    found, uses = timeline(), engine.report().lanes
-    busy = dict.fromkeys(uses, 0.0)
-    for span in found.spans:
-        if span.op.verb not in OF_USER:
-            busy[span.lane.value] += (span.stop - span.start) / SIMULATED_STEPS
-    moved = {span.lane for span in found.spans} - {Lane.COMPUTE}
-    lanes = sorted(moved, key=lambda lane: -uses[lane.value].exposed_s)
-    # An accelerator's own compute time is not measured, so a faster one is not simulated.
-    tried = [*[Lane.COMPUTE] * engine.runner.device.is_host, *lanes][: simulations - 1]
-    what_if = {lane.value: timeline(lane).step_seconds for lane in tried}
-    return Prediction(found.step_seconds, found.exposed, busy, what_if)
+    found = predict(
+        program_of(engine),
+        machine,
+        lambda unit, verb: compute[unit, verb] / uses[unit, verb],
+        micro_batches=micro_batches,
+        early=engine.early.begins_early,
+        host_seconds=idle,
+        # A faster device speeds up the user's own compute, but not the engine's calls in it.
+        faster_share=1 - own / working / 2,
+    )
+    what_if = {name: s for name, s in found.faster.items() if name not in (MODEL, "compute")}
+    if engine.runner.device.is_host and MODEL in found.faster:  # Else it is not measured.
+        what_if["compute"] = found.faster[MODEL]
+    busy = {**dict.fromkeys(engine.report().lanes, 0.0), **found.busy}
+    del busy[MODEL]
+    return Prediction(found.step_seconds, found.exposed_seconds, busy, what_if), ""
 
 
 def _machine(ran: Sequence[Ran], *, device_is_cpu: bool) -> Machine:

@@ -61,8 +61,8 @@ class Prediction:
     busy: Mapping[str, float]
     """By lane, seconds of a step, without the user's own compute."""
     what_if: Mapping[str, float]
-    """By lane, the seconds of a step if the lane were twice as fast; `compute` is the device, with
-    the user's own compute."""
+    """By lane that matters, the seconds of a step if it were twice as fast; `compute` is the user's
+    own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

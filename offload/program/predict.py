@@ -13,7 +13,7 @@ from typing import Any
 
 from offload.planning.machine import Machine
 from offload.program.ops import Lane, Program, Verb
-from offload.program.simulate import ComputeSeconds, simulate, speeds_of
+from offload.program.simulate import ComputeSeconds, Timeline, simulate, speeds_of
 
 STEPS = 2
 """That are simulated: the second is as all that follow, since each waits for the one before."""
@@ -54,15 +54,27 @@ def predict(
     *,
     micro_batches: int = 1,
     early: bool = True,
+    host_seconds: float = 0.0,
     tries: bool = True,
+    faster_share: float = 0.5,
 ) -> Prediction:
-    """Arguments as of `simulate`, of which `early` is `updates_in_backward`; with `tries` each
-    lane that matters is tried twice as fast."""
+    """Arguments as of `simulate`, of which `early` is `updates_in_backward`; with `tries` each lane
+    that matters is tried twice as fast, too, and the user's own compute in a share of its time."""
 
     def found(machine: Machine, share: float = 1.0) -> Prediction:
         few = min(micro_batches, MICRO_BATCHES)
         made = [
-            _step(program, machine, lambda u, v: share * compute_seconds(u, v), count, early)
+            _step(
+                simulate(
+                    program,
+                    machine,
+                    lambda unit, verb: share * compute_seconds(unit, verb),
+                    steps=STEPS,
+                    micro_batches=count,
+                    host_seconds=host_seconds,
+                    updates_in_backward=early,
+                )
+            )
             for count in ((few,) if few == micro_batches else (few - 1, few))
         ]
         return _extended(made, micro_batches - few)
@@ -77,27 +89,13 @@ def predict(
         names = () if name == MODEL else speeds_of(Lane(name))
         speeds: Any = {one: 2 * getattr(machine, one) for one in names}
         speeds |= {"pcie_bytes_per_s": 2 * machine.pcie_bytes_per_s} if name == "comm" else {}
-        other = found(replace(machine, **speeds), 0.5 if name == MODEL else 1.0)
+        other = found(replace(machine, **speeds), faster_share if name == MODEL else 1.0)
         faster[name] = other.step_seconds
     return replace(plain, faster=faster)
 
 
-def _step(
-    program: Program,
-    machine: Machine,
-    compute_seconds: ComputeSeconds,
-    micro_batches: int,
-    early: bool,
-) -> Prediction:
+def _step(timeline: Timeline) -> Prediction:
     """The last of a few simulated steps."""
-    timeline = simulate(
-        program,
-        machine,
-        compute_seconds,
-        steps=STEPS,
-        micro_batches=micro_batches,
-        updates_in_backward=early,
-    )
     since, until = timeline.steps[-2:]
     busy, moved = dict[str, float](), dict[str, int]()
     for span in timeline.spans:
