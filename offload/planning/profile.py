@@ -63,7 +63,7 @@ ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
 
 def round_up(count: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is at least `count`."""
+    """The least such multiple that is at least `count`."""
     return -(-count // multiple) * multiple
 
 
@@ -98,7 +98,7 @@ class Parameter:
 
     @property
     def elements(self) -> int:
-        """Number of elements."""
+        """Those that are here."""
         return prod(self.shape)
 
 
@@ -289,20 +289,15 @@ class Profile:
         name = self.units[unit].parameters[parameter].name
         return self._places[name][2] + element // LEAF_ELEMENTS
 
-    def locate(self, name: str, elements: range | None = None) -> Iterator[Piece]:
-        """Where a range of a parameter lies, by default all that is here: its pieces in order.
-
-        The only answer to this question. A piece is of every kind of value: it starts so many
-        elements into the chunk of the weight, of the gradient and of the record.
+    def locate(self, name: str) -> Iterator[Piece]:
+        """Where what is here of a parameter lies: its pieces in order. A piece is of every kind of
+        value: it starts so many elements into the chunk of the weight, the gradient and the record.
         """
         unit, parameter, _ = self._places[name]
         segments, one = self.units[unit].segments, self.units[unit].parameters[parameter]
         full = self.units[unit].chunk_elements
         before = sum(-(-s.elements // full) for s in segments[: one.segment])
-        part, first = range(one.elements), one.first
-        if elements is not None:
-            part = range(max(elements.start - first, 0), min(elements.stop - first, len(part)))
-        for at, count in _cuts(one.start + part.start, one.start + part.stop, full):
+        for at, count in _cuts(one.start, one.start + one.elements, full):
             chunk, start = divmod(at, full)
             yield Piece(unit, before + chunk, parameter, start, at - one.start, count)
 
@@ -331,8 +326,9 @@ class Profile:
         """The pieces of all parameters of a unit, or of some, by chunk and in order."""
         found: dict[int, list[Piece]] = {}
         for at, one in enumerate(self.units[unit].parameters):
-            for piece in self.locate(one.name) if parameters is None or at in parameters else ():
-                found.setdefault(piece.chunk, []).append(piece)
+            if parameters is None or at in parameters:
+                for piece in self.locate(one.name):
+                    found.setdefault(piece.chunk, []).append(piece)
         return found
 
     def fusions(self, lists: Sequence[str]) -> Iterator[list[list[int]]]:
