@@ -387,7 +387,7 @@ def test_a_sleeping_model_leaves_the_device_and_comes_back(tmp_path: Path) -> No
         plain(run, number)
         held = torch.cuda.memory_allocated()
         offload.sleep(run.model)
-        gone = run.engine.plan.arena_bytes("device")
+        gone = run.engine.plan.arena_bytes["device"]
         gone += sum(p.numel() * p.itemsize for p in run.model.parameters())
         assert torch.cuda.memory_allocated() <= held - gone
         offload.wake(run.model)

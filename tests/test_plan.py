@@ -91,6 +91,10 @@ def test_a_plan_fits_or_says_what_is_missing(profile: Profile, config: Config) -
         assert use.resident_bytes + use.staging_bytes == found.taken_bytes(use.tier)
         assert use.budget_bytes == budgets[use.tier]
         assert use.staging_bytes >= 0
+    buffers = [*found.homes.values(), *found.slots.values()]
+    for tier in TIERS[:2]:
+        ends = (one.offset + one.bytes for one in buffers if one.tier == tier)
+        assert found.taken_bytes(tier) == max(ends, default=0)
     verify(compile_program(found))
 
 
@@ -205,7 +209,7 @@ def test_what_torch_holds_of_residents_is_counted_in_its_blocks() -> None:
         machine = replace(HUGE, device_is_cpu=on_cpu)
         found = plan(profile, Config(**on_device), machine)
         assert len(found.residents) == len(sizes)
-        taken = found.taken_bytes("device") - found.arena_bytes("device")
+        taken = found.taken_bytes("device") - found.arena_bytes["device"]
         held = sum(found.bytes_of(kind, u) for kind in KINDS[:2] for u in range(len(sizes)))
         assert taken == (held if on_cpu else 2 * sum(round_up(size, 4096) for size in blocks))
         size = found.taken_bytes("device")

@@ -156,9 +156,6 @@ def test_a_home_that_is_too_small_or_missing() -> None:
     missing = {key: b for key, b in program.plan.homes.items() if key != ("weight", 0)}
     for homes in (small, missing):
         broken(with_plan(program, homes=homes), "plan", None, "weight of block0 of .* has 0 bytes")
-    program = streamed()
-    file = dict(list(program.plan.file.items())[1:])
-    broken(with_plan(program, file=file), "plan", None, "weight of block0 of .* home on nvme")
 
 
 def test_buffers_that_overlap() -> None:

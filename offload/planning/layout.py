@@ -20,6 +20,7 @@ import functools
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 from cpu_adam.formats import squares_bytes
@@ -115,12 +116,13 @@ class TierUse:
         return f"{self.tier:8} {taken:>10} of {format_bytes(self.budget_bytes)}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Plan:
     """Where everything lives, down to the byte. Made by `planner.plan`."""
 
     profile: Profile
     placements: tuple[Placement, ...]
+    sizes: Sizes = field(repr=False, compare=False)
     homes: Mapping[tuple[Kind, int], Buffer]
     """Homes in memory tiers, by kind and unit."""
     slots: Mapping[Place, Buffer]
@@ -129,19 +131,31 @@ class Plan:
     gradient_slot: tuple[Place | None, ...]
     """Per unit, the device slot in which backward collects its gradients; None where it does so at
     their home."""
-    file: FileLayout
+    full_weight: tuple[Place | None, ...]
+    """Per unit, where its weights are gathered from the ranks; None with one rank."""
+    full_gradient: tuple[Place | None, ...]
+    """Per unit, where its gradient is collected for the ranks; None with one rank."""
+    residents: frozenset[int]
+    """Units of which the arenas hold only the states, see [Note: Residents] of `resident`."""
+    arena_bytes: Mapping[Tier, int]
+    """By memory tier, the size of its arena."""
+    memory_bytes: Mapping[Tier, int]
+    """By memory tier, what is taken: by its arena and by torch's own tensors."""
     budgets: Mapping[Tier, int]
     clips: bool
     states: StateChoice
-    residents: frozenset[int] = frozenset()
-    """Units of which the arenas hold only the states, see [Note: Residents] of `resident`."""
-    in_place: bool = False
+    in_place: bool
     """Whether gradients in CPU memory are collected there, as the device is the CPU."""
-    full_weight: tuple[Place | None, ...] = ()
-    """Per unit, where its weights are gathered from the ranks; None with one rank."""
-    full_gradient: tuple[Place | None, ...] = ()
-    """Per unit, where its gradient is collected for the ranks; None with one rank."""
-    sizes: Sizes = field(kw_only=True, repr=False, compare=False)
+
+    @cached_property
+    def file(self) -> FileLayout:
+        """The layout of the store's file: the values whose home is nvme, by kind and unit."""
+        return {
+            (kind, unit.name): self.sizes.chunks[kind][u]
+            for kind in KINDS
+            for u, unit in enumerate(self.profile.units)
+            if self.placements[u].of(kind) == "nvme" and self.bytes_of(kind, u)
+        }
 
     def home(self, kind: Kind, unit: int) -> Place:
         """The home of a value as a place."""
@@ -176,10 +190,8 @@ class Plan:
         return tuple(rows)
 
     def taken_bytes(self, tier: Tier) -> int:
-        """Bytes of a tier that the plan takes: arena and torch's own tensors, or the file."""
-        if tier == "nvme":
-            return self.sizes.in_file(self.placements)
-        return self._end(tier, self.homes.values())
+        """Bytes of a tier that the plan takes: of memory, or of the file."""
+        return self.sizes.in_file(self.placements) if tier == "nvme" else self.memory_bytes[tier]
 
     def told_idle(self, idle: int) -> str | None:
         """What to tell of the bytes of the device that activations leave idle, if `auto` would fill
@@ -195,14 +207,6 @@ class Plan:
             f"{format_bytes(idle)} of the device's memory were idle at the highest use so far: "
             f"with Config.device_memory={more!r} more of what is left to 'auto' would live there"
         )
-
-    def arena_bytes(self, tier: Tier) -> int:
-        """The size of the arena of a memory tier."""
-        return self._end(tier, (home for key, home in self.homes.items() if self.in_arena(*key)))
-
-    def _end(self, tier: Tier, homes: Iterable[Buffer]) -> int:
-        buffers = itertools.chain(homes, self.slots.values())
-        return max((b.offset + b.bytes for b in buffers if b.tier == tier), default=0)
 
     def in_arena(self, kind: Kind, unit: int) -> bool:
         """Whether a value at home in memory lies in the arena; otherwise torch allocates it."""
@@ -236,6 +240,7 @@ def lay_out(
     budgets: Mapping[Tier, int],
     clips: bool,
     states: StateChoice,
+    sizes: Sizes | None = None,
     weight_slots: int = WEIGHT_SLOTS_MAX,
     reserve: Iterable[Kind] = (),
     early: bool = False,
@@ -247,45 +252,9 @@ def lay_out(
     [Note: More memory is never slower] of `planner`. With `early`, updates begin inside backward;
     with `in_place` the device is the CPU, and gradients in CPU memory are collected at home.
     """
-    sizes = Sizes(profile, states)
-    memory = lay_out_memory(profile, placements, sizes, clips, weight_slots, reserve, early)
-    return Plan(
-        profile=profile,
-        placements=tuple(placements),
-        homes=memory.homes,
-        slots=memory.slots,
-        weight_slot=memory.weight_slot,
-        gradient_slot=tuple(
-            None if in_place and placement.gradient == "cpu" else slot
-            for placement, slot in zip(placements, memory.gradient_slot)
-        ),
-        full_weight=memory.full_weight,
-        full_gradient=memory.full_gradient,
-        file=file_layout(profile, placements, sizes),
-        budgets=dict(budgets),
-        clips=clips,
-        states=states,
-        residents=memory.residents,
-        in_place=in_place,
-        sizes=sizes,
-    )
-
-
-def lay_out_memory(
-    profile: Profile,
-    placements: Sequence[Placement],
-    sizes: Sizes,
-    clips: bool,
-    weight_slots: int,
-    reserve: Iterable[Kind],
-    early: bool,
-) -> _Memory:
-    """Homes and slots of the memory tiers; arguments as for `lay_out`."""
-    units, memory = profile.units, _Memory()
-    pairs = enumerate(zip(units, placements))
-    alone = not profile.sharding.gathers
-    residents = [u for u, (one, p) in pairs if alone and is_resident(one, p, early=early)]
-    memory.residents = frozenset(residents)
+    sizes, units, memory = sizes or Sizes(profile, states), profile.units, _Memory()
+    alone, pairs = not profile.sharding.gathers, enumerate(zip(units, placements))
+    residents = frozenset(u for u, pair in pairs if alone and is_resident(*pair, early=early))
 
     def place_home(kind: Kind, u: int, size: int) -> None:
         tier = placements[u].of(kind)
@@ -293,45 +262,46 @@ def lay_out_memory(
             memory.homes[kind, u] = memory.take(tier, size)
 
     for kind, u in itertools.product(KINDS, range(len(units))):
-        if kind == "state" or u not in memory.residents:
+        if kind == "state" or u not in residents:
             place_home(kind, u, sizes.value[kind][u])
-    slots = list[tuple[Place | None, ...]]()
-    for kind, most in zip(KINDS, (weight_slots, STAGES)):
-        away = [placement.of(kind) != "device" for placement in placements]
-        slots.append(memory.shared_slots(kind, units, away, sizes.value[kind], most))
-    memory.weight_slot, memory.gradient_slot = slots
-    memory.full_weight = memory.full_gradient = (None,) * len(units)
-    if not alone:
-        memory.full_slots(profile, weight_slots)
-    reserved = tuple(reserve)
-
-    def ring(use: str, kind: Kind, *tiers: Tier) -> None:
-        """On the cpu, for values of units whose `kind` has one of these homes."""
-        pairs = zip(sizes.value[kind], placements)
-        memory.ring(
-            "cpu", use, max((n for n, p in pairs if p.of(kind) in tiers), default=0), STAGES
+    away = [p.weight != "device" and n for n, p in zip(sizes.value["weight"], placements)]
+    weight_slot = memory.shared_slots("weight", units, away, weight_slots)
+    away = [p.gradient != "device" and n for n, p in zip(sizes.value["gradient"], placements)]
+    gradient_slot = memory.shared_slots("gradient", units, away, STAGES)
+    if in_place:
+        gradient_slot = tuple(
+            None if p.gradient == "cpu" else slot for slot, p in zip(gradient_slot, placements)
         )
-
-    updated = (n for n, p in zip(sizes.scratch, placements) if p.state == "device")
-    squared = (n for n, p in zip(sizes.squares, placements) if clips and p.gradient == "device")
-    memory.ring("device", "workspace", max((*updated, *squared), default=0), 1)
-    ring("weight", "weight", "nvme")
-    ring("gradient", "gradient", "cpu", "nvme")
-    ring("deposit", "gradient", "nvme")
-    for kind, tier in itertools.product(KINDS, TIERS[:2]):
-        size = _staged_bytes(kind, tier, placements, sizes, reserved=kind in reserved)
-        memory.ring(tier, f"{kind}_chunk", size, profile.chunk_stages)
-    for kind, u in itertools.product(KINDS, residents):  # Counted behind the end of the arena.
+    full_weight, full_gradient = memory.full_slots(profile, weight_slots)
+    memory.rings(profile, placements, sizes, clips, frozenset(reserve))
+    arena_bytes = dict(memory.used)
+    for kind, u in itertools.product(KINDS, sorted(residents)):  # Counted behind its end.
         if kind != "state":
             place_home(kind, u, max(sizes.allocated[kind][u], sizes.value[kind][u]))
-    return memory
+    return Plan(
+        profile=profile,
+        placements=tuple(placements),
+        sizes=sizes,
+        homes=memory.homes,
+        slots=memory.slots,
+        weight_slot=weight_slot,
+        gradient_slot=gradient_slot,
+        full_weight=full_weight,
+        full_gradient=full_gradient,
+        residents=residents,
+        arena_bytes=arena_bytes,
+        memory_bytes=memory.used,
+        budgets=dict(budgets),
+        clips=clips,
+        states=states,
+        in_place=in_place,
+    )
 
 
 def full_slots_bytes(profile: Profile, weight_slots: int) -> int:
     """Bytes of the slots for full units; 0 with one rank."""
     memory = _Memory()
-    if profile.sharding.gathers:
-        memory.full_slots(profile, weight_slots)
+    memory.full_slots(profile, weight_slots)
     return memory.used["device"]
 
 
@@ -359,11 +329,6 @@ class _Memory:
     used: dict[Tier, int] = field(default_factory=lambda: {"device": 0, "cpu": 0})
     homes: dict[tuple[Kind, int], Buffer] = field(default_factory=dict)
     slots: dict[Place, Buffer] = field(default_factory=dict)
-    weight_slot: tuple[Place | None, ...] = ()
-    gradient_slot: tuple[Place | None, ...] = ()
-    full_weight: tuple[Place | None, ...] = ()
-    full_gradient: tuple[Place | None, ...] = ()
-    residents: frozenset[int] = frozenset()
 
     def take(self, tier: Tier, size: int) -> Buffer:
         """The next `size` bytes of `tier`, rounded up to blocks."""
@@ -376,28 +341,58 @@ class _Memory:
         for index in range(depth if size else 0):
             self.slots[Place(tier, use, index)] = self.take(tier, size)
 
-    def full_slots(self, profile: Profile, weight_slots: int) -> None:
-        """Slots for full units, see `FULL`."""
-        units, every = profile.full, [True] * len(profile.full)
+    def rings(
+        self,
+        profile: Profile,
+        placements: Sequence[Placement],
+        sizes: Sizes,
+        clips: bool,
+        reserved: frozenset[Kind],
+    ) -> None:
+        """Staging rings for what passes through a tier, and the workspace of the device."""
+
+        def largest(found: Iterable[int], homes: Iterable[Tier], *tiers: Tier) -> int:
+            return max((n for n, home in zip(found, homes) if home in tiers), default=0)
+
+        weights, gradients = sizes.value["weight"], sizes.value["gradient"]
+        at = {kind: [one.of(kind) for one in placements] for kind in KINDS}
+        updated = largest(sizes.scratch, at["state"], "device")
+        squared = largest(sizes.squares, at["gradient"], "device") if clips else 0
+        self.ring("device", "workspace", max(updated, squared), 1)
+        self.ring("cpu", "weight", largest(weights, at["weight"], "nvme"), STAGES)
+        self.ring("cpu", "gradient", largest(gradients, at["gradient"], "cpu", "nvme"), STAGES)
+        self.ring("cpu", "deposit", largest(gradients, at["gradient"], "nvme"), STAGES)
+        for kind, tier in itertools.product(KINDS, TIERS[:2]):
+            size = _staged_bytes(kind, tier, placements, sizes, reserved=kind in reserved)
+            self.ring(tier, f"{kind}_chunk", size, profile.chunk_stages)
+
+    def full_slots(self, profile: Profile, weight_slots: int) -> list[tuple[Place | None, ...]]:
+        """Slots for full units, see `FULL`: per unit, that of its weights and of its gradient."""
+        units = profile.full
+        if not profile.sharding.gathers:
+            return [(None,) * len(units)] * 2
         weights = [unit.weight_bytes for unit in units]
         gradients = [unit.gradient_bytes for unit in units]
         most = len(units) if profile.sharding.keeps else min(weight_slots, STAGES)
-        self.full_weight = self.shared_slots("full_weight", units, every, weights, most)
-        self.full_gradient = self.shared_slots("full_gradient", units, every, gradients, STAGES)
+        found = [
+            self.shared_slots("full_weight", units, weights, most),
+            self.shared_slots("full_gradient", units, gradients, STAGES),
+        ]
         self.ring("device", "exchange", max(gradients, default=0), 1)
         self.ring("device", "reserve", max((*weights, *gradients), default=0), 1)
         for number, unit in enumerate(profile.units if profile.sharding.column else ()):
             size = profile.sharding.column * unit.weight_bytes
             self.slots[Place("device", "column", number)] = self.take("device", size)
+        return found
 
     def shared_slots(
-        self, use: str, units: Sequence[Unit], away: Sequence[bool], sizes: Sequence[int], most: int
+        self, use: str, units: Sequence[Unit], sizes: Sequence[int], most: int
     ) -> tuple[Place | None, ...]:
-        """The device slot of each unit whose value is `away`. A lasting unit has its own. The
-        others share up to `most` per size class (powers of two), each always using the same."""
+        """The device slot of each unit, none for size 0. A lasting unit has its own. The others
+        share up to `most` per size class (powers of two), each always using the same."""
         classes: dict[tuple[int, int], list[int]] = {}
         for u, unit in enumerate(units):
-            if away[u] and sizes[u]:
+            if sizes[u]:
                 own = u + 1 if unit.lasting else 0
                 classes.setdefault((own, (sizes[u] - 1).bit_length()), []).append(u)
         places: list[Place | None] = [None] * len(units)
@@ -423,16 +418,6 @@ def _staged_bytes(
         if tier in route(placement.of(kind), at)[1:] or (reserved and tier == at == "cpu"):
             largest = max(largest, size)
     return largest
-
-
-def file_layout(profile: Profile, placements: Sequence[Placement], sizes: Sizes) -> FileLayout:
-    """The layout of the store's file: the values whose home is nvme, in order of kind and unit."""
-    return {
-        (kind, unit.name): sizes.chunks[kind][u]
-        for kind in KINDS
-        for u, (unit, placement) in enumerate(zip(profile.units, placements))
-        if placement.of(kind) == "nvme" and sizes.value[kind][u]
-    }
 
 
 class Sizes:

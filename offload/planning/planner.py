@@ -33,7 +33,6 @@ from offload.planning.layout import (
     Sizes,
     full_slots_bytes,
     lay_out,
-    lay_out_memory,
 )
 from offload.planning.machine import Machine
 from offload.planning.profile import (
@@ -265,14 +264,14 @@ class _Search:
             tiers.append([tier for tier, count in counts.items() for _ in range(count)])
         return [Placement(*homes) for homes in zip(*tiers)]
 
-    def plan_of(self, arrangement: _Arrangement, budgets: Mapping[Tier, int]) -> Plan:
-        """The plan of an arrangement, down to the byte."""
+    def plan_of(self, arrangement: _Arrangement, budgets: Mapping[Tier, int] = {}) -> Plan:
         return lay_out(
             self.profile,
             self.placements(arrangement.on_device, arrangement.on_cpu),
             budgets=budgets,
             clips=self.clips,
             states=self.states,
+            sizes=self.sizes,
             weight_slots=arrangement.weight_slots,
             reserve=self.reserve,
             early=self.early,
@@ -291,18 +290,13 @@ class _Search:
             "nvme": self.nvme(one.on_device, one.on_cpu),
         }
 
-    def _memory(self, on_device: int, on_cpu: int, weight_slots: int) -> dict[Tier, int]:
-        chosen = self.placements(on_device, on_cpu)
-        fixed = weight_slots, self.reserve, self.early
-        return lay_out_memory(self.profile, chosen, self.sizes, self.clips, *fixed).used
-
     def _device(self, on_device: int, weight_slots: int) -> int:
         """Bytes taken of the device, whatever `on_cpu` is."""
-        return self._memory(on_device, self.count, weight_slots)["device"]
+        return self.plan_of(_Arrangement(on_device, self.count, weight_slots)).taken_bytes("device")
 
     def _cpu(self, on_device: int, on_cpu: int) -> int:
         """Bytes taken of the cpu, whatever the number of weight slots."""
-        return self._memory(on_device, on_cpu, 1)["cpu"]
+        return self.plan_of(_Arrangement(on_device, on_cpu, 1)).taken_bytes("cpu")
 
     def _nvme(self, on_device: int, on_cpu: int) -> int:
         """Bytes of the file; they grow as either falls."""

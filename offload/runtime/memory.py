@@ -44,7 +44,7 @@ class Memory:
         homes = [buffer for key, buffer in plan.homes.items() if plan.in_arena(*key)]
         offsets = [b.offset for b in (*homes, *plan.slots.values()) if b.tier == tier]
         self.arenas[tier] = Arena(
-            plan.arena_bytes(tier),
+            plan.arena_bytes[tier],
             device,
             driver=self._device.driver if tier == "cpu" else None,
             edges=[offset for offset in offsets if offset % _PAGE_BYTES == 0],
