@@ -53,7 +53,7 @@ def deepspeed(before: str) -> str:
         for key in keys:
             default = "" if key.default in (None, {}) else f" ({json.dumps(key.default)})"
             told.append(" or ".join(f"`{name}`" for name in (key.name, *key.aliases)) + default)
-        field = f"`{here}`" if here in config.FIELDS else here
+        field = f"`{here}`" if here in config.Config.__slots__ else here
         rows.append(f"| {', '.join(told)} | {field} | {says} |")
     return before.partition(MARK)[0] + MARK + "\n" + "\n".join(rows) + "\n"
 

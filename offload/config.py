@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 import reprlib
@@ -128,12 +127,15 @@ class Config:
                     object.__setattr__(self, name, parse_bytes(value))
                 except ValueError as error:
                     raise ValueError(f"Config.{name}: {error}") from None
-        object.__setattr__(self, "nvme_path", _paths(self.nvme_path))
+        given = self.nvme_path if isinstance(self.nvme_path, (list, tuple)) else (self.nvme_path,)
+        paths = tuple(_path("nvme_path", one, "() for no nvme tier") for one in given)
+        if len(set(map(os.path.abspath, paths))) < len(paths):
+            raise ValueError(
+                f"Config.nvme_path={[*paths]}: a directory is named twice; name it once"
+            )
+        object.__setattr__(self, "nvme_path", paths)
         if self.durable is not None:
-            (path,) = _paths(self.durable) or (None,)
-            if not isinstance(self.durable, (str, os.PathLike)) or path is None:
-                raise _refused("durable", self.durable, "the path of a directory, or None")
-            object.__setattr__(self, "durable", path)
+            object.__setattr__(self, "durable", _path("durable", self.durable, "or None"))
         for name, kind, plain, expected in _NUMBERS:
             value = getattr(self, name)
             if value is None:
@@ -176,9 +178,6 @@ class Config:
         return value
 
 
-FIELDS: tuple[str, ...] = tuple(field.name for field in dataclasses.fields(Config))
-"""Names of all fields, in order."""
-
 _ALLOWED: dict[str, tuple[str | bool, ...]] = dict.fromkeys(("trace", "resume"), (True, False))
 for _name, _hint in get_type_hints(Config).items():
     if get_origin(_hint) is Literal:
@@ -196,16 +195,11 @@ def _refused(name: str, value: object, expected: str) -> ValueError:
     return ValueError(f"Config.{name}={reprlib.repr(value)}: expected {expected}")
 
 
-def _paths(given: object) -> tuple[str, ...]:
-    """One path or several as a tuple of texts, with `~` expanded."""
-    paths = []
-    for one in given if isinstance(given, (list, tuple)) else (given,):
-        if not isinstance(one, (str, os.PathLike)) or not os.fspath(one):
-            raise _refused("nvme_path", given, "the path of a directory; () for no nvme tier")
-        paths.append(os.path.expanduser(os.fspath(one)))
-    if len(set(map(os.path.abspath, paths))) < len(paths):
-        raise ValueError(f"Config.nvme_path={paths}: a directory is named twice; name it once")
-    return tuple(paths)
+def _path(name: str, given: object, without: str) -> str:
+    """The path in a field as a text, with `~` expanded."""
+    if not isinstance(given, (str, os.PathLike)) or not os.fspath(given):
+        raise _refused(name, given, f"the path of a directory; {without}")
+    return os.path.expanduser(os.fspath(given))
 
 
 def warn_user(message: str) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from offload.cli import EXIT_BAD_INPUT, console, data, display, in_flags, options, train
 from offload.cli.flags import flag
-from offload.config import FIELDS
+from offload.config import Config
 from tests.command import SHORT, run
 
 # fmt: off
@@ -42,7 +42,7 @@ def test_the_surface_grows_on_purpose_only(capsys):
 
 
 def test_every_setting_of_the_engine_is_a_flag():
-    assert {flag(name) for name in FIELDS} <= set(FLAGS)
+    assert {flag(name) for name in Config.__slots__} <= set(FLAGS)
 
 
 @pytest.mark.parametrize("arguments", [(), ("--help",), ("-h",)])

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.config import FIELDS, Config
+from offload.config import Config
 from offload.planning.tiers import format_bytes, parse_bytes
 from tests.examples import cheap
 
@@ -91,13 +91,14 @@ def test_every_default_works() -> None:
     config = Config()
     assert (config.params, config.gradients, config.optimizer) == ("auto",) * 3
     assert config.bytes_of("cpu_memory") is None
-    assert tuple(field.name for field in dataclasses.fields(Config)) == FIELDS
 
 
 def test_sizes_become_bytes() -> None:
     assert Config(cpu_memory="auto", exposed_memory="auto") == Config()
     config = Config(device_memory="1GiB", cpu_memory=5, nvme_space="1kB", exposed_memory="2MiB")
-    sizes = [config.bytes_of(name) for name in FIELDS if name.endswith(("memory", "space"))]
+    sizes = [
+        config.bytes_of(name) for name in Config.__slots__ if name.endswith(("memory", "space"))
+    ]
     assert sizes == [1 << 30, 5, 1000, 2 << 20]
 
 
@@ -147,7 +148,7 @@ def test_one_path_in_any_form(given: object) -> None:
         ({"micro_batches": 0}, "Config.micro_batches=0"),
         ({"nvme_path": None}, "Config.nvme_path=None: expected the path of a directory"),
         ({"nvme_path": 3}, "Config.nvme_path=3: expected the path of a directory"),
-        ({"nvme_path": ("/a", 3)}, "Config.nvme_path=('/a', 3): expected the path"),
+        ({"nvme_path": ("/a", 3)}, "Config.nvme_path=3: expected the path"),
         ({"nvme_path": b"/a"}, "Config.nvme_path=b'/a': expected the path"),
         ({"nvme_path": ""}, "Config.nvme_path='': expected the path"),
         ({"params": "nvme"}, "nvme_path is empty"),

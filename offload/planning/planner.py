@@ -136,8 +136,7 @@ def plan(profile: Profile, config: Config, machine: Machine, *, rule: str = "ada
     budgets, search = budgets_of(config, machine), _Search(profile, config, states)
     for arrangement in search.fitting(budgets):
         found = search.plan_of(arrangement, budgets)
-        taken = {tier: found.taken_bytes(tier) for tier in TIERS}
-        if lack := _lack_of_memory(taken, machine) or _lack_of_nvme(taken["nvme"], config, machine):
+        if lack := _lack({tier: found.taken_bytes(tier) for tier in TIERS}, config, machine):
             raise BudgetError(lack)
         return found
     raise BudgetError(_refusal(search, budgets, config, machine))
@@ -303,8 +302,8 @@ class _Search:
         return self.sizes.in_file(self.placements(on_device, on_cpu))
 
 
-def _lack_of_memory(taken: Mapping[Tier, int], machine: Machine) -> str:
-    """The message if a plan takes more memory than the machine has free, else empty."""
+def _lack(taken: Mapping[Tier, int], config: Config, machine: Machine) -> str:
+    """The message if a plan takes more than the machine has free, else empty."""
     device, host = taken["device"], taken["cpu"]
     host += device if machine.device_is_cpu else 0
     if host > machine.cpu_bytes:
@@ -320,19 +319,14 @@ def _lack_of_memory(taken: Mapping[Tier, int], machine: Machine) -> str:
             f"{format_bytes(machine.device_bytes)} is free: likely the budget was given for a "
             "larger device; lower Config.device_memory, and leave the rest to cpu or nvme"
         )
+    if taken["nvme"] > machine.nvme_bytes:
+        return (
+            f"the plan takes {format_bytes(taken['nvme'], up=True)} of Config.nvme_path="
+            f"{' and '.join(config.nvme_path)} but only {format_bytes(machine.nvme_bytes)} is free "
+            "there: likely Config.nvme_space was given for another drive; free some space, or name "
+            "a directory on a drive with room"
+        )
     return ""
-
-
-def _lack_of_nvme(taken: int, config: Config, machine: Machine) -> str:
-    """The message if a plan takes more space than the drives have free, else empty."""
-    if taken <= machine.nvme_bytes:
-        return ""
-    paths = " and ".join(config.nvme_path)
-    return (
-        f"the plan takes {format_bytes(taken, up=True)} of Config.nvme_path={paths} but "
-        f"only {format_bytes(machine.nvme_bytes)} is free there: likely Config.nvme_space "
-        "was given for another drive; free some space, or name a directory on a drive with room"
-    )
 
 
 def _refusal(search: _Search, budgets: dict[Tier, int], config: Config, machine: Machine) -> str:
@@ -408,9 +402,12 @@ def _ways_out(
     def other(states: StateChoice = search.states, **changes: Any) -> _Search:
         return _Search(search.profile, replace(config, **changes), states)
 
+    def lacks(taken: Mapping[Tier, int]) -> str:
+        return _lack({**taken, "nvme": 0}, config, machine)  # A drive can be another.
+
     def fits(one: _Search, raised: Mapping[Tier, int]) -> bool:
         found = next(one.fitting({**budgets, **raised}), None)
-        return found is not None and not _lack_of_memory(one.taken(found), machine)
+        return found is not None and not lacks(one.taken(found))
 
     offered: list[Mapping[Tier, int]] = []
     for tier, amount in needed.items():
@@ -421,7 +418,7 @@ def _ways_out(
         taken = one.taken(one.smallest())
         raised = {tier: amount for tier, amount in taken.items() if amount > budgets[tier]}
         covered = any(all(raised.get(tier, 0) >= way[tier] for tier in way) for way in offered)
-        if not covered and not _lack_of_memory(taken, machine):
+        if not covered and not lacks(taken):
             offered.append(raised)
             yield _as_fields(raised, machine if one is search else None)
     left = other(params="auto", gradients="auto", optimizer="auto")
