@@ -191,7 +191,7 @@ def empty_weights() -> Iterator[None]:
 def detach(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer | None]:
     """Undo `attach`: all values back in ordinary parameters, all states in the user's optimizer.
 
-    Returns the model and the optimizer that was given to `attach`. The model, with gradients where
+    Returns what was given to `attach`. The model, with gradients where
     there are any, must fit the compute device beside what the engine has there until the very end.
 
     Raises:
@@ -237,11 +237,7 @@ def _split_of(model: nn.Module, mesh: Any, device: Device, config: Config) -> An
 
 
 def _group_of(mesh: Any, device: Device, config: Config) -> Any:
-    """The ranks of a mesh, by default of the world; None where there is one.
-
-    Raises:
-        ValueError: the mesh cannot be used.
-    """
+    """The ranks of a mesh, by default of the world; None where there is one."""
     ready = torch.distributed.is_available() and torch.distributed.is_initialized()
     if not ready and mesh is not None:
         raise ValueError(
@@ -290,7 +286,7 @@ def _same_parameters(model: nn.Module) -> Callable[[], None]:
 
 @dataclass
 class _Attaching:
-    """One attach under way: take the memory, move unit by unit, hook the model; or undo it all."""
+    """One attach under way, or undone."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer | None
@@ -317,7 +313,6 @@ class _Attaching:
         """By the new parameter, the one on the meta device in whose place it is."""
 
     def attach(self, pace: Pace | None) -> tuple[nn.Module, Optimizer | None]:
-        """Take the memory and the file, move everything, hook the model."""
         if self.group is not None:
             self.group.require_alike(self.model, self.plan, self.config)
         taken = partial(self._take, pace)
@@ -347,7 +342,6 @@ class _Attaching:
         return made
 
     def _take(self, pace: Pace | None) -> Runner:
-        """Take the memory and the file, and start the lanes."""
         store, paths = None, self.config.nvme_path
         with ExitStack() as failed:
             if self.directory is not None:
@@ -367,7 +361,6 @@ class _Attaching:
     # -- moving the values -------------------------------------------------------------------------
 
     def _fill(self, runner: Runner) -> None:
-        """Move all weights, and put zeros in the place of states that are not yet there."""
         self._materialise()
         on = self.device.torch_device
         stand_ins = {
@@ -477,7 +470,6 @@ class _Attaching:
     # -- hooking the model -------------------------------------------------------------------------
 
     def _start(self, runner: Runner) -> tuple[nn.Module, Optimizer | None]:
-        """Build the engine, hook the model, take over the optimizer and the gradients."""
         places = {p: (u.index, i) for u in self._units for i, p in enumerate(u.parameters)}
         for buffer in self.model.buffers():
             buffer.data = buffer.data.to(self.device.torch_device)
@@ -527,7 +519,6 @@ class _Attaching:
     # -- undoing it --------------------------------------------------------------------------------
 
     def _undo(self, runner: Runner) -> None:
-        """Leave the model and the optimizer as they were before."""
         for unit in self._units:
             moved = isinstance(unit.parameters[0], AttachedParameter)
             if moved and not all(p in self._replaced for p in unit.parameters):

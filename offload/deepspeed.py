@@ -38,8 +38,7 @@ class Key:
 
 
 def _table() -> Iterator[Key]:
-    text = Path(__file__).with_name("deepspeed_keys.json").read_text("utf-8")
-    for group in json.loads(text):
+    for group in json.loads(Path(__file__).with_name("deepspeed_keys.json").read_text("utf-8")):
         for names, default in group["keys"].items():
             name, *aliases = names.split("|")
             choices = tuple(group.get("choices", ()))
@@ -145,7 +144,6 @@ def translate(content: Any) -> Translation:
 
 
 def _fill(found: Translation, content: Any, section: str) -> None:
-    """Sort the keys of a section."""
     if not isinstance(content, Mapping):
         raise ValueError(f"{section or 'it'} holds {_shown(content)}: expected an object, {{...}}")
     for last, value in content.items():
@@ -165,10 +163,7 @@ def _fill(found: Translation, content: Any, section: str) -> None:
 
 
 def _refuse_misspelt(last: str, section: str) -> None:
-    """Refuses an unknown key that is like a known one, and any in `zero_optimization`.
-
-    DeepSpeed refuses unknown keys there, too; elsewhere it ignores them.
-    """
+    """Refuses an unknown key that is like a known one, and as DeepSpeed any in `_ZERO`."""
     names = [name for name in (*KEYS, *ALIASES, *_SECTIONS) if _section_of(name) == section]
     known = [name.rpartition(".")[2] for name in names]
     closed = section.partition(".")[0] == _ZERO
@@ -204,7 +199,6 @@ def _as_kind(key: Key, value: Any) -> Any:
 
 
 def _fields(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of Config that a file asks for."""
     params, optimizer = _tier(values, _PARAM), _tier(values, _OPTIMIZER)
     gradients = "cpu" if optimizer in ("cpu", "nvme") else "auto"
     if optimizer == "cpu" and values.get(f"{_OPTIMIZER}.ratio", 1.0) < 1:
@@ -233,11 +227,7 @@ def _tier(values: Mapping[str, Any], section: str) -> str:
 
 
 def _micro_batches(values: Mapping[str, Any]) -> int | None:
-    """Backward calls in a step, where the file says or implies them.
-
-    Raises:
-        ValueError: the numbers of the file contradict each other.
-    """
+    """Backward calls in a step, where the file says or implies them."""
     whole, micro, count = (values.get(name) for name in _COUNTS)
     if whole is None or micro is None:
         return count
@@ -252,7 +242,6 @@ def _micro_batches(values: Mapping[str, Any]) -> int | None:
 
 
 def _is_on(value: Any) -> bool:
-    """Whether a switch is on, or a section not switched off."""
     if isinstance(value, Mapping):
         return bool(value) and value.get("enabled", True) not in (False, "false")
     return bool(value)

@@ -137,7 +137,6 @@ def wake(model: nn.Module) -> None:
 
 
 def _let_go_of_all(engine: Engine) -> None:
-    """Let nothing be in use, under way, edited, shown, or remembered of the slots."""
     engine.end_pass(finished=False)
     engine.snapshots.boundary()
     engine.gradients.let_go()
@@ -208,12 +207,7 @@ class SwapArea:
         gradients: Container[nn.Parameter],
     ):
         """Of what lives in the tiers `given`: in `directories`, or in CPU memory. `gradients` are
-        the parameters of resident units that have one.
-
-        Raises:
-            BudgetError: there is no budget for it, of the plan or of those that share one.
-            OSError: there is no room for it.
-        """
+        the parameters of resident units that have one. Raises as `sleep`."""
         self.given, self.gradients = given, gradients
         self._plan: Plan = runner.plan
         self._runner = runner
@@ -248,11 +242,7 @@ class SwapArea:
 
     def hold(self, *, awake: bool) -> None:
         """Take of a shared budget the swap area, and what the plan has in the tiers that are there:
-        `awake`, or about to be, in all.
-
-        Raises:
-            BudgetError: others have it.
-        """
+        `awake`, or about to be, in all. Raises BudgetError where others have it."""
         if self._runner.share is not None:
             there = [tier for tier in TIERS if awake or tier not in self.given]
             wanted = {tier: self._plan.taken_bytes(tier) for tier in there}
@@ -278,7 +268,7 @@ class SwapArea:
         return found
 
     def close(self) -> None:
-        """Let go of what it holds, which nobody needs any more."""
+        """Let go of what it holds."""
         self._memory, self.bytes = {}, 0
         if self._store is not None:
             self._store.close()

@@ -62,7 +62,7 @@ class Placement:
     state: Tier
 
     def of(self, kind: Kind) -> Tier:
-        """The tier of `kind`."""
+        """The tier of a kind."""
         tier: Tier = getattr(self, kind)
         return tier
 
@@ -324,7 +324,7 @@ def is_resident(unit: Unit, placement: Placement, *, early: bool) -> bool:
 
 @dataclass(slots=True)
 class _Memory:
-    """Lays buffers one after the other in each memory tier."""
+    """Buffers one after the other in each memory tier."""
 
     used: dict[Tier, int] = field(default_factory=lambda: {"device": 0, "cpu": 0})
     homes: dict[tuple[Kind, int], Buffer] = field(default_factory=dict)

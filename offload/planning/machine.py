@@ -7,8 +7,7 @@ It takes as long as the slower axis for what a rank sends there, or as both, and
 neighbour in turn. What goes between nodes passes the device's PCIe beside the copies, in both
 directions: where that is too slow for both, each has half of it, or the one what the other leaves.
 
-`probe` reads this host. `offload bench nvme` saves the speeds of drives in a file of the user's
-cache, and `probe` reads that file.
+`probe` reads this host, and the speeds of drives that `offload bench nvme` saved.
 """
 
 from __future__ import annotations
@@ -109,10 +108,7 @@ def ranks_of_job() -> int:
 
 def ranks_on_host() -> int:
     """Processes that share this host's memory: `LOCAL_WORLD_SIZE` as torchrun sets it, else 1.
-
-    Raises:
-        ValueError: the variable is not a count.
-    """
+    Raises ValueError where the variable is not a count."""
     given = os.environ.get("LOCAL_WORLD_SIZE", "1")
     if given.isascii() and given.isdigit() and int(given) > 0:
         return int(given)
@@ -132,11 +128,8 @@ def host_free_bytes() -> int:
 def cgroup_free_bytes(
     root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
 ) -> int | None:
-    """Bytes that the cgroup limits (v1 or v2) of this process leave free, or None without a limit.
-
-    The tightest limit counts, of the process's own group and those above it. Page cache that the
-    kernel can drop counts as free.
-    """
+    """Bytes that the cgroup limits (v1 or v2) of this process leave free, or None without a limit:
+    by the tightest, of its own group and those above it. Droppable page cache counts as free."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:
@@ -181,17 +174,9 @@ def nvme_free_bytes(
     shares: tuple[float, ...] = (),
     asked: str = "Config.nvme_path",
 ) -> int:
-    """Free bytes for a file striped over `paths`; 0 without a path.
-
-    The path that fills first limits the file; paths on one file system share its free space.
-
-    Args:
-        shares: the share of the file of each path; empty for equal shares.
-        asked: the setting that the paths come from, for messages.
-
-    Raises:
-        OSError: a path is not a writable directory on a disk.
-    """
+    """Free bytes for a file striped over `paths` in some `shares`, by default equal ones: the path
+    that fills first limits it, and paths on one file system share its free space. `asked` is the
+    setting that they come from. Raises OSError where one is not a writable directory on a disk."""
     free: dict[int, int] = {}
     taken: dict[int, float] = {}
     equal = (1 / max(1, len(paths)),) * len(paths)
@@ -287,11 +272,7 @@ def shares_of(speeds: Sequence[DriveSpeed | None]) -> tuple[float, ...]:
 
 
 def profile_path() -> Path:
-    """The file of measured speeds: `OFFLOAD_MACHINE`, else `machine.json` in the user's cache.
-
-    Raises:
-        OSError: this user has no cache directory.
-    """
+    """The file of measured speeds: `OFFLOAD_MACHINE`, else `machine.json` in the user's cache."""
     given = os.environ.get("OFFLOAD_MACHINE")
     return Path(given) if given else cache_path("machine.json")
 
@@ -314,11 +295,8 @@ def saved_speeds() -> tuple[dict[str, DriveSpeed], str | None]:
 
 
 def save_speed(path: str, speed: DriveSpeed) -> Path:
-    """Saves what was measured of the drive below `path`, and returns the file.
-
-    Raises:
-        OSError: the file cannot be written, or is another program's and is left as it is.
-    """
+    """Saves what was measured of the drive below `path`, and returns the file. Raises OSError where
+    that cannot be written, or is another program's."""
     saved = profile_path()
     drives, wrong = saved_speeds()
     if wrong:
@@ -331,10 +309,7 @@ def save_speed(path: str, speed: DriveSpeed) -> Path:
 
 def cache_path(name: str) -> Path:
     """The path of a file in the user's cache, `~/.cache/offload` or `$XDG_CACHE_HOME/offload`.
-
-    Raises:
-        OSError: this user has neither a home directory nor XDG_CACHE_HOME.
-    """
+    Raises OSError where this user has neither a home directory nor XDG_CACHE_HOME."""
     try:
         cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     except RuntimeError:
@@ -344,13 +319,8 @@ def cache_path(name: str) -> Path:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Replaces a file's content atomically: after an error the old content is still there.
-
-    Follows symbolic links. Writes to a device or pipe, such as /dev/null, directly.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Replaces a file's content atomically: after an OSError the old content is still there.
+    Follows symbolic links. Writes to a device or pipe, such as /dev/null, directly."""
     if path.exists() and not path.is_file():
         path.write_text(text, "utf-8")
         return
