@@ -196,7 +196,7 @@ def profiles(draw: st.DrawFn, *, most: int = 6) -> Profile:
         return profile_of(made, forward)
     used = sorted(set(forward))
     backward = draw(st.lists(st.sampled_from(used), max_size=2 * count))
-    return profile_of(made, forward, backward)
+    return replace(profile_of(made, forward), backward=tuple(backward))
 
 
 @st.composite

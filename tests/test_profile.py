@@ -202,7 +202,6 @@ def test_orders_that_are_not_known() -> None:
     profile = profile_of(made)
     assert (profile.forward, profile.backward) == ((0, 1, 2), (2, 1))
     assert profile_of(made, forward=[0, 1, 2, 1]).backward == (1, 2)
-    assert profile_of(made, backward=[1]).backward == (1,)
 
 
 @given(st.integers(0, 1 << 40), st.integers(1, 1 << 20))

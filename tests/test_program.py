@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -168,7 +169,7 @@ def test_a_unit_used_again_while_it_is_held_is_not_fetched_again() -> None:
 
 def test_a_unit_used_twice_in_backward_is_put_once_and_then_added() -> None:
     made = [unit("a", 100), unit("b", 100)]
-    plan = plan_of(profile_of(made, forward=[0, 1, 0], backward=[0, 1, 0]))
+    plan = plan_of(replace(profile_of(made, forward=[0, 1, 0]), backward=(0, 1, 0)))
     program = compile_program(plan)
     assert turns(program.phases["backward_first"], Verb.ADD) == [0]
     assert turns(program.phases["backward_next"], Verb.ADD) == [0, 1, 0]
@@ -176,7 +177,7 @@ def test_a_unit_used_twice_in_backward_is_put_once_and_then_added() -> None:
 
 def test_trainable_units_that_backward_does_not_announce_come_last() -> None:
     made = [unit("embed", 100, backward=False), unit("a", 100), unit("frozen", frozen=[100])]
-    program = program_of(profile_of(made, backward=[2, 1]))
+    program = program_of(replace(profile_of(made), backward=(2, 1)))
     backward = program.phases["backward_first"]
     assert turns(backward, Verb.BACKWARD) == [2, 1, 0]
     last = [op for op in backward.ops if op.verb is Verb.BACKWARD][-1]

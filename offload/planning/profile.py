@@ -392,19 +392,16 @@ class StateChoice:
 def profile_of(
     units: Sequence[Unit],
     forward: Sequence[int] | None = None,
-    backward: Sequence[int] | None = None,
     *,
     chunk_stages: int = CHUNK_STAGES,
     sharding: Sharding = ALONE,
 ) -> Profile:
-    """A profile; the default orders are that of declaration, and the reverse of `forward`. Over
+    """A profile; the default order is that of declaration, and that of backward the reverse. Over
     several ranks `units` are the full ones, laid out for as many."""
     ahead = tuple(forward) if forward is not None else tuple(range(len(units)))
-    if backward is None:
-        backward = list(dict.fromkeys(u for u in reversed(ahead) if units[u].backward))
+    behind = tuple(dict.fromkeys(u for u in reversed(ahead) if units[u].backward))
     shards = units if sharding.ranks == 1 else [shard_of(unit, sharding) for unit in units]
-    order = ahead, tuple(backward)
-    return Profile(tuple(shards), *order, chunk_stages, tuple(units), sharding)
+    return Profile(tuple(shards), ahead, behind, chunk_stages, tuple(units), sharding)
 
 
 def shard_of(unit: Unit, sharding: Sharding) -> Unit:
