@@ -111,15 +111,9 @@ class Translation:
 
 
 def read(path: str | os.PathLike[str]) -> Translation:
-    """Translates the JSON file at `path`.
-
-    Comments (`//`, `#`, `/* */`) and commas before closing brackets are allowed.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is not JSON, or a key is misspelt or holds an impossible value; the message
-            names file and key.
-    """
+    """Translates the JSON file at `path`, with comments (`//`, `#`, `/* */`) and commas before
+    closing brackets allowed. Raises OSError, and ValueError where it is not JSON, or a key is
+    misspelt or holds an impossible value; the message names file and key."""
     string = r'("(?:[^"\\]|\\.)*")'
     text = Path(path).read_text("utf-8-sig")
     text = re.sub(string + r"|//[^\n]*|#[^\n]*|/\*.*?\*/", _keep_string, text, flags=re.DOTALL)

@@ -152,7 +152,6 @@ def _let_go_of_all(engine: Engine) -> None:
 
 
 def _views(unit: FlatUnit, value: Value, flat: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """By parameter, the view of its weight or gradient in the flat ones of its unit."""
     if value.kind == "weight":
         yield from enumerate(unit.views_of(flat).views)
         return
@@ -163,11 +162,7 @@ def _views(unit: FlatUnit, value: Value, flat: torch.Tensor) -> Iterator[tuple[i
 
 @torch.no_grad()
 def _gathered(engine: Engine, value: Value) -> torch.Tensor:
-    """The weights or gradients of a resident unit, laid out as in an arena.
-
-    Raises:
-        RuntimeError: a gradient is of another dtype than its parameter.
-    """
+    """The weights or gradients of a resident unit, laid out as in an arena."""
     unit, flat = engine.units[value.unit], host_tensor(engine.plan.bytes_of(value.kind, value.unit))
     for index, view in _views(unit, value, flat):
         parameter = unit.parameters[index]

@@ -80,13 +80,8 @@ def planned_alike(
     cut: Callable[[Sharding], tuple[list[Group], Plan]], group: Any, config: Config
 ) -> tuple[list[Group], Plan]:
     """The plan of each rank of a group, in which ranks send each other least: of those that
-    `Config.shard` allows the first that fits all of them.
-
-    Raises:
-        BudgetError: none fits here.
-        EngineError: none fits another rank.
-    """
-
+    `Config.shard` allows the first that fits all of them. Raises BudgetError where none fits here,
+    EngineError where none fits another rank."""
     sharding = Sharding(group.position, group.ranks)
 
     def least() -> tuple[list[Group], Plan]:
@@ -103,16 +98,13 @@ def planned_alike(
             raise BudgetError("kept weights would push other values to a drive")
         return found
 
-    found: tuple[list[Group], Plan]
     if config.shard != 3:
         try:
-            found = group.all_or_none(most, id)
-            return found
+            return group.all_or_none(most, id)  # type: ignore[no-any-return]
         except (BudgetError, EngineError):
             if config.shard == 2:
                 raise
-    found = group.all_or_none(least, id)
-    return found
+    return group.all_or_none(least, id)  # type: ignore[no-any-return]
 
 
 def spills(keeping: Plan, other: Callable[[], Plan]) -> bool:
@@ -139,11 +131,8 @@ def planned(
     trains: bool,
 ) -> tuple[list[Group], Plan]:
     """The units and their plan: small neighbours fused or not, whichever costs least. Larger units
-    have larger slots, which leave less room in the fast tiers.
-
-    Raises:
-        BudgetError: nothing fits; it tells what would do where none are fused.
-    """
+    have larger slots, which leave less room in the fast tiers. A BudgetError where nothing fits
+    tells what would do where none are fused."""
 
     def profile(groups: list[Group], cut: Grain) -> Profile:
         how = config, cut.elements, sharding.ranks

@@ -92,12 +92,7 @@ class Cluster:
 
 def cluster_of(name: str) -> Cluster:
     """One of `KNOWN`, or what a JSON file has of its fields; `like` there names one whose fields
-    count where the file has none.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: there is none of that name, or the file holds what is no cluster.
-    """
+    count where the file has none. Raises OSError or ValueError where it is neither."""
     known = json.loads(KNOWN.read_text("utf-8"))
     if name in known:
         return Cluster(**known[name])

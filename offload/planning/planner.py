@@ -93,11 +93,7 @@ def plan_cut(
     profile: Callable[[Grain], Profile], config: Config, machine: Machine, *, rule: str = "adam"
 ) -> Plan:
     """The plan of a profile that may be cut in any grain: the usual, or a `better_grain` where its
-    staging slots change nothing of whether a drive takes part.
-
-    Raises:
-        BudgetError: as `plan`, of the usual grain.
-    """
+    staging slots change nothing of whether a drive takes part. Raises as `plan`, of the usual."""
     found = plan(profile(Grain()), config, machine, rule=rule)
     drive = bool(found.file)
     if cut := better_grain(config, machine, drive=drive):
@@ -108,12 +104,8 @@ def plan_cut(
 
 
 def better_grain(config: Config, machine: Machine, *, drive: bool) -> Grain | None:
-    """What to plan with rather than the usual grain, where the budgets have room.
-
-    Small chunks go to and from a drive while others are updated: more of them under way keep the
-    drive busy. A host has no other memory to bring chunks from; large ones keep a bus busy. See
-    docs/decisions.md.
-    """
+    """What to plan with rather than the usual grain, where the budgets have room: more small chunks
+    under way keep a drive busy, large ones a bus. See docs/decisions.md."""
     budgets = budgets_of(config, machine)
     if drive:
         needed = DRIVE_STAGES * CHUNK_ELEMENTS * STAGED_ITEM_BYTES
@@ -207,7 +199,7 @@ class _Search:
         self.device, self.cpu, self.nvme = cache(self._device), cache(self._cpu), cache(self._nvme)
 
     def fitting(self, budgets: Mapping[Tier, float]) -> Iterator[_Arrangement]:
-        """Arrangements that fit: the most on the device first, each with the most on the cpu."""
+        """Those that fit: the most on the device first, each with the most on the cpu."""
         most = self.count
         for on_device, weight_slots in self.candidates():
             if self.at_least[on_device] > budgets["device"]:
@@ -395,9 +387,7 @@ def _ways_out(
     config: Config,
     machine: Machine,
 ) -> Iterator[str]:
-    """Changes to the config that fit this machine: larger budgets, a drive for nvme, tiers left to
-    `auto`, states of half the bytes.
-    """
+    """Changes to the config that fit this machine."""
 
     def other(states: StateChoice = search.states, **changes: Any) -> _Search:
         return _Search(search.profile, replace(config, **changes), states)

@@ -433,10 +433,7 @@ def lay_out_unit(
     """Lay out a unit: segments by (trainable first, dtype), parameters in the given order.
 
     `gradient_dtype` is `param` or the name of a dtype; segments can be cut over so many `ranks`;
-    for the other arguments see `Unit`.
-
-    Raises:
-        ValueError: a dtype that a unit cannot hold.
+    for the other arguments see `Unit`. Raises ValueError for a dtype that a unit cannot hold.
     """
     groups: dict[tuple[bool, str], list[Parameter]] = {}
     for one in wanted:

@@ -56,11 +56,7 @@ class Transformer:
 
     @classmethod
     def named(cls, text: str) -> Transformer:
-        """One of `SHAPES`, or layers x width as `96x12288`.
-
-        Raises:
-            ValueError: it is neither.
-        """
+        """One of `SHAPES`, or layers x width as `96x12288`; else raises ValueError."""
         found = SHAPES.get(text.lower())
         if found is None and (match := re.fullmatch(r"([1-9]\d{0,3})x([1-9]\d{0,6})", text)):
             found = int(match[1]), int(match[2])
