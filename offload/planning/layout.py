@@ -345,7 +345,10 @@ class _Memory:
         clips: bool,
         reserved: frozenset[Kind],
     ) -> None:
-        """Staging rings for what passes through a tier, and the workspace of the device."""
+        """Staging rings for what passes through a tier, and the workspace of the device. Those of
+        chunks are for what goes to the update and back; of `reserved` kinds also for what would if
+        its home were slower."""
+        sites = [site(one) for one in placements]
 
         def largest(found: Iterable[int], homes: Iterable[Tier], *tiers: Tier) -> int:
             return max((n for n, home in zip(found, homes) if home in tiers), default=0)
@@ -359,7 +362,11 @@ class _Memory:
         self.ring("cpu", "gradient", largest(gradients, at["gradient"], "cpu", "nvme"), STAGES)
         self.ring("cpu", "deposit", largest(gradients, at["gradient"], "nvme"), STAGES)
         for kind, tier in itertools.product(KINDS, TIERS[:2]):
-            size = _staged_bytes(kind, tier, placements, sizes, reserved=kind in reserved)
+            size = 0
+            for n, home, update in zip(sizes.chunk[kind], at[kind], sites):
+                waits = kind in reserved and tier == update == "cpu"
+                if waits or tier in route(home, update)[1:]:
+                    size = max(size, n)
             self.ring(tier, f"{kind}_chunk", size, profile.chunk_stages)
 
     def full_slots(self, profile: Profile, weight_slots: int) -> list[tuple[Place | None, ...]]:
@@ -401,19 +408,6 @@ class _Memory:
                 for u in mine:
                     places[u] = place
         return tuple(places)
-
-
-def _staged_bytes(
-    kind: Kind, tier: Tier, placements: Sequence[Placement], sizes: Sizes, *, reserved: bool
-) -> int:
-    """The largest chunk of `kind` that passes through `tier` on its way to the update and back;
-    with `reserved` also of those that would if their home were slower."""
-    largest = 0
-    for size, placement in zip(sizes.chunk[kind], placements):
-        at = site(placement)
-        if tier in route(placement.of(kind), at)[1:] or (reserved and tier == at == "cpu"):
-            largest = max(largest, size)
-    return largest
 
 
 class Sizes:
