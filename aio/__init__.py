@@ -15,13 +15,13 @@ Knows nothing of tensors and imports nothing of `offload` or `cpu_adam`.
 
 from aio.backends import BACKEND_NAMES, Probe, open_backend, probe
 from aio.chunks import CHECK_BYTES, ChunkEntry, Chunks
-from aio.file import Backend, Counters, File
+from aio.file import Backend, File
 from aio.region import Region
 from aio.scratch import create_file, create_scratch
 from aio.stream import Reader, Writer
 from aio.system import ALIGN_BYTES, IO
 from aio.threads import ThreadBackend
-from aio.transfer import JointTicket, Ticket, wait_all, wait_any
+from aio.transfer import JointTicket, Ticket, wait_all
 from aio.volume import (
     UNIT_BYTES,
     Directory,
@@ -40,7 +40,6 @@ __all__ = [
     "CHECK_BYTES",
     "ChunkEntry",
     "Chunks",
-    "Counters",
     "create_file",
     "create_scratch",
     "create_volume",
@@ -62,6 +61,5 @@ __all__ = [
     "UNIT_BYTES",
     "Volume",
     "wait_all",
-    "wait_any",
     "Writer",
 ]

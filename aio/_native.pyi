@@ -9,24 +9,14 @@ VERSION: int
 KINDS: tuple[str, ...]
 """Names of the kinds of queues, in the order of the numbers by which `Engine` knows them."""
 
-class Signal:
-    """Something that happens once."""
-
-    def __init__(self) -> None: ...
-    def set(self) -> None:
-        """It has happened."""
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Whether it has happened, after at most `timeout` seconds, without the GIL."""
-
 class Request:
     """A transfer under way."""
 
     def done(self) -> bool:
         """Whether it is over, with its buffers given back, and counted in its file."""
 
-    def wait(self, timeout: float | None = None) -> bool:
-        """`done`, after waiting for it at most `timeout` seconds without the GIL."""
+    def wait(self) -> None:
+        """Return when it is `done`, without the GIL until then."""
 
     def failure(self) -> tuple[int, int, int, int, int] | None:
         """What failed, once done: errno, cause, offset, bytes, last errno.
@@ -34,12 +24,6 @@ class Request:
         Cause is 0 where the kernel refused, 1 at the end of the file, 2 without progress, 3 where
         the kernel refuses the calls of the queue (last errno).
         """
-
-    def watch(self, signal: Signal) -> None:
-        """Set `signal` too when this is done."""
-
-    def unwatch(self, signal: Signal) -> None:
-        """No longer."""
 
 class Engine:
     """One thread that submits and reaps. OSError, with the call, where its queue cannot be had."""
@@ -61,11 +45,9 @@ class Engine:
     def drain(self, fd: int) -> None:
         """Return when no transfer of `fd` is under way."""
 
-    def counters(self) -> tuple[int, int, int, int, int, tuple[int, ...], float]:
-        """The fields of `Counters`, in its order."""
-
-    def fail(self, number: int, code: int) -> None:
-        """For tests: of the transfers that end from now on the `number`-th fails with `code`."""
+    def fail(self, number: int, code: int) -> int:
+        """For tests: of the transfers that end from now on the `number`-th fails with `code`. How
+        many were to come to the one that was asked for before."""
 
     def close(self) -> None:
         """Finish what was submitted and end the thread."""

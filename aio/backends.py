@@ -26,7 +26,7 @@ DEPTH = 32
 """Pieces under way at once, where nobody says otherwise."""
 THREADS_MAX = 32
 """Threads of the `python` backend, however great the depth."""
-ENGINE_VERSION = 4
+ENGINE_VERSION = 5
 """Of the compiled engine, as `src/module.cpp` has it."""
 
 _KERNEL = Path("/proc/sys")
@@ -52,19 +52,6 @@ def probe(depth: int = DEPTH) -> tuple[Probe, ...]:
         ValueError: no backend can have that many, or none at all.
     """
     return tuple(_probed(name, depth) for name in BACKEND_NAMES)
-
-
-def compared(depth: int = DEPTH) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Backends worth comparing here, the preferred first, and why others do not work, by name.
-
-    `python` is among them only where nothing else works. `AIO_BACKEND` leaves the one it names.
-    """
-    probes = probe(depth)
-    names = tuple(found.name for found in probes if found.usable and found.name != "python")
-    forced = os.environ.get(BACKEND_VARIABLE)
-    if forced in (*names, "python"):
-        names = (forced,)
-    return names or ("python",), {found.name: found.reason for found in probes if not found.usable}
 
 
 def open_backend(

@@ -91,7 +91,7 @@ def os_error(
         why: the likely cause and one thing to try, where more is known than `code` says.
     """
     found = os.strerror(code) if found is None else found
-    if code == errno.ETIMEDOUT:  # TimeoutError is for those who do not want to wait any longer
+    if code == errno.ETIMEDOUT:  # Of a drive, with the same cause; no TimeoutError of a wait.
         code = errno.EIO
     if code in _OUT_OF_SPACE and free is not None:
         found += f" ({free} bytes are free)"

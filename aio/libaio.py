@@ -59,7 +59,6 @@ class _LibaioShared(Shared):
     def work(self) -> None:
         """See Shared.work."""
         while self._cut():
-            cpu = time.thread_time()
             self._submit()
             if self._ready:
                 time.sleep(RETRY_DELAY_S)
@@ -72,8 +71,6 @@ class _LibaioShared(Shared):
                 del block
                 self._over(piece, self.advance(piece, result))
                 del piece
-            with self.changed:
-                self.cpu_seconds += time.thread_time() - cpu
         self.end_thread()
 
     def end_thread(self) -> None:
@@ -104,7 +101,7 @@ class _LibaioShared(Shared):
             del self._ready[:taken]
 
     def _block(self, piece: Piece) -> Any:
-        view, piece.began = piece.view, time.monotonic()
+        view = piece.view
         block = libaio.AIOBlock(
             libaio.AIOBLOCK_MODE_WRITE if piece.ticket.writing else libaio.AIOBLOCK_MODE_READ,
             piece.file.fd,

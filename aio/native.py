@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from aio import _native
 from aio.backends import ENGINE_VERSION
 from aio.errors import SHORTENED, STOPPED, os_error
-from aio.file import Counters, File, check_limits
+from aio.file import File, check_limits
 from aio.system import IO
 from aio.transfer import Part, Ticket, asked, check_process, verb
 
@@ -59,8 +59,6 @@ class NativeTicket(Ticket):
 
     __slots__ = ("_file_path", "_request", "_writing")
 
-    signal = _native.Signal
-
     def __init__(self, file: File, writing: bool, what: str, request: _native.Request) -> None:
         super().__init__(what)
         self._file_path = file.path
@@ -71,21 +69,13 @@ class NativeTicket(Ticket):
         """Whether the transfer is over, well or not."""
         return self._request.done()
 
-    def _wait(self, timeout: float | None) -> bool:
-        return self._request.wait(timeout)
+    def _wait(self) -> None:
+        self._request.wait()
 
     def failure(self) -> OSError | None:
         """See Ticket.failure."""
         found = self._request.failure()
         return None if found is None else explained(self._file_path, self._writing, found)
-
-    def watch(self, signal: _native.Signal) -> None:
-        """See Ticket.watch."""
-        self._request.watch(signal)
-
-    def unwatch(self, signal: _native.Signal) -> None:
-        """See Ticket.unwatch."""
-        self._request.unwatch(signal)
 
 
 class NativeBackend:
@@ -132,11 +122,6 @@ class NativeBackend:
     def drain(self, file: File) -> None:
         """See Backend.drain."""
         self._engine.drain(file.fd)
-
-    def counters(self) -> Counters:
-        """See Backend.counters."""
-        self.check_process()
-        return Counters(*self._engine.counters())
 
     def check_process(self) -> None:
         """See Backend.check_process."""

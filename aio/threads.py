@@ -10,10 +10,10 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from aio.errors import SHORTENED, os_error
-from aio.file import LATENCIES, Counters, File, check_limits, latency_bucket
+from aio.file import File, check_limits
 from aio.system import IO
 from aio.transfer import Part, Ticket, asked, check_process, verb
 
@@ -29,7 +29,7 @@ RETRY_DELAY_S = 0.001
 class ThreadTicket(Ticket):
     """A transfer by threads of Python, and how far it is."""
 
-    __slots__ = ("_watchers", "error", "file", "over", "running", "uncut", "writing")
+    __slots__ = ("_over", "error", "file", "running", "uncut", "writing")
 
     def __init__(self, file: File, writing: bool, parts: Sequence[Part]) -> None:
         super().__init__(f"{asked(writing, parts)} of {file.path}")
@@ -38,37 +38,18 @@ class ThreadTicket(Ticket):
         self.uncut = deque(parts)
         self.running = 0  # pieces
         self.error: tuple[int, OSError] | None = None  # the first by offset
-        self.over = False
-        self._watchers: list[Any] = []
+        self._over = threading.Event()
 
     def done(self) -> bool:
         """Whether the transfer is over, well or not."""
-        return self.over
+        return self._over.is_set()
 
     def finish(self) -> None:
         """The transfer is over and its buffers free."""
-        self.over = True  # Before the list is read, as `watch` reads this after it is written.
-        for signal in self._watchers.copy():
-            signal.set()
+        self._over.set()
 
-    def watch(self, signal: Any) -> None:
-        """See Ticket.watch."""
-        self._watchers.append(signal)
-        if self.over:
-            signal.set()
-
-    def unwatch(self, signal: Any) -> None:
-        """See Ticket.unwatch."""
-        if signal in self._watchers:
-            self._watchers.remove(signal)
-
-    def _wait(self, timeout: float | None) -> bool:
-        signal = threading.Event()
-        self.watch(signal)
-        try:
-            return signal.wait(timeout)
-        finally:
-            self.unwatch(signal)
+    def _wait(self) -> None:
+        self._over.wait()
 
     def failure(self) -> OSError | None:
         """See Ticket.failure."""
@@ -144,11 +125,6 @@ class ThreadBackend:
             self._shared.wake()  # Ctrl-C may have come before that of `submit`.
             self._shared.changed.wait_for(lambda: file not in self._shared.pending)
 
-    def counters(self) -> Counters:
-        """See Backend.counters."""
-        self.check_process()
-        return self._shared.counters()
-
     def check_process(self) -> None:
         """See Backend.check_process."""
         check_process(self._pid, "file I/O")
@@ -179,7 +155,6 @@ class Piece:
     """Held of those in flight, to its end."""
     tries: int = 0
     """In a row without progress."""
-    began: float = 0.0
 
 
 class Shared:
@@ -193,28 +168,11 @@ class Shared:
         self.queue: deque[ThreadTicket] = deque()  # with bytes that are not yet cut
         self.pending: dict[File, int] = {}  # transfers that are not over
         self.closing = False
-        self.cpu_seconds = 0.0
         self.pieces = self._inflight_bytes = 0
-        self._moved = {False: 0, True: 0}  # bytes, by whether they were written
-        self._operations = self._retries = self._depth_max = 0
-        self._latencies = [0] * LATENCIES
 
     def wake(self) -> None:
         """Has the threads look again. Lock held."""
         self.changed.notify_all()
-
-    def counters(self) -> Counters:
-        """Totals so far."""
-        with self.changed:
-            return Counters(
-                self._moved[False],
-                self._moved[True],
-                self._operations,
-                self._retries,
-                self._depth_max,
-                tuple(self._latencies),
-                self.cpu_seconds,
-            )
 
     def close(self, pid: int) -> None:
         """Takes no more; the threads end once nothing is left to do."""
@@ -238,10 +196,9 @@ class Shared:
                 if self.closing and not self.queue:
                     return False
                 self.changed.wait()
-        cpu, error = time.thread_time(), None
+        error = None
         call = self.io.pwritev if piece.ticket.writing else self.io.preadv
         while piece.view.nbytes and error is None:
-            piece.began = time.monotonic()
             try:
                 result = call(piece.file.fd, [piece.view], piece.offset)
             except OSError as refused:
@@ -250,7 +207,6 @@ class Shared:
             if piece.tries:
                 time.sleep(RETRY_DELAY_S)
         with self.changed:
-            self.cpu_seconds += time.thread_time() - cpu
             self.end(piece, error)
         return True
 
@@ -271,7 +227,6 @@ class Shared:
         ticket.running += 1
         self.pieces += 1
         self._inflight_bytes += count
-        self._depth_max = max(self._depth_max, self.pieces)
         assert file is not None
         return Piece(ticket, file, view[:count], offset, count)
 
@@ -289,11 +244,6 @@ class Shared:
         piece.view, piece.offset = piece.view[count:], piece.offset + count
         piece.tries = 0 if count else piece.tries + 1
         with self.changed:
-            self._moved[writing] += count
-            self._operations += 1
-            self._retries += piece.view.nbytes > 0
-            self._latencies[latency_bucket(time.monotonic() - piece.began)] += 1
-            piece.file.operations += 1
             piece.file.bytes_written += count if writing else 0
             piece.file.bytes_read += 0 if writing else count
         if piece.tries <= RETRIES_MAX:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 
 class Part(NamedTuple):
@@ -45,27 +43,14 @@ def check_process(pid: int, what: str) -> None:
         )
 
 
-class Signal(Protocol):
-    """Something that happens once, for one thread to wait for."""
-
-    def set(self) -> None:
-        """It has happened; once more is fine."""
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Whether it has happened, after at most so many seconds."""
-
-
 class Ticket(ABC):
     """A transfer under way. Made by a backend, waited for by anyone, any number of times.
 
-    The buffer belongs to the transfer until `done()`: neither a failure nor a timeout nor a Ctrl-C
-    gives it back earlier. A ticket itself keeps no buffer alive.
+    The buffer belongs to the transfer until `done()`: neither a failure nor a Ctrl-C gives it back
+    earlier. A ticket itself keeps no buffer alive.
     """
 
     __slots__ = ("__weakref__", "_pid", "what")
-
-    signal: type[Any] = threading.Event
-    """The kind of Signal that it can be watched with."""
 
     def __init__(self, what: str) -> None:
         self.what = what
@@ -75,50 +60,29 @@ class Ticket(ABC):
     def done(self) -> bool:
         """Whether the transfer is over, well or not."""
 
-    def wait(self, timeout: float | None = None) -> None:
+    def wait(self) -> None:
         """Returns when every byte is transferred.
-
-        Args:
-            timeout: seconds to wait at most; None waits without limit.
 
         Raises:
             OSError: a piece failed; with errno, path, offset, length, the first by offset (of
-                several drives: one of them). Never a TimeoutError: a drive that timed out is EIO.
-            TimeoutError: not over within `timeout`; the transfer goes on.
+                several drives: one of them).
             RuntimeError: called in a forked child, where the transfer cannot end.
         """
-        if not self.wait_for_end(timeout):
-            raise TimeoutError(
-                f"{self.what}: not finished within {timeout} s; the drive is slower than that or "
-                "hangs; wait longer, or look at `dmesg`"
-            )
+        self.wait_for_end()
         failure = self.failure()
         if failure is not None:
             # A new exception for each waiter: one shared by threads would share its traceback.
             raise OSError(*failure.args, failure.filename)
 
-    def wait_for_end(self, timeout: float | None = None) -> bool:
-        """Whether it is over, well or not, after at most `timeout` seconds."""
-        if self.done():
-            return True
-        check_process(self._pid, self.what)
-        return self._wait(timeout)
-
-    def unfinished(self) -> Ticket | None:
-        """What must end before this can, and can be watched: this or a part; None if done."""
-        return None if self.done() else self
+    def wait_for_end(self) -> None:
+        """Returns when it is over, well or not."""
+        if not self.done():
+            check_process(self._pid, self.what)
+            self._wait()
 
     @abstractmethod
-    def watch(self, signal: Any) -> None:
-        """Sets a Signal when it is done, now if it is."""
-
-    @abstractmethod
-    def unwatch(self, signal: Any) -> None:
-        """Forgets a Signal."""
-
-    @abstractmethod
-    def _wait(self, timeout: float | None) -> bool:
-        """Whether it was done within so many seconds."""
+    def _wait(self) -> None:
+        """Returns when it is over. Not in a forked child."""
 
     @abstractmethod
     def failure(self) -> OSError | None:
@@ -139,56 +103,13 @@ class JointTicket(Ticket):
         """Whether every part is over, well or not."""
         return all(part.done() for part in self._parts)
 
-    def unfinished(self) -> Ticket | None:
-        """See Ticket.unfinished. The first part that is still under way."""
-        return next((part for part in self._parts if not part.done()), None)
-
-    def watch(self, signal: Any) -> None:
-        """Not to be called: its parts are watched, one after the other."""
-        raise AssertionError("a joint ticket is watched by its parts")
-
-    unwatch = watch
-
-    def _wait(self, timeout: float | None) -> bool:
-        end = None if timeout is None else time.monotonic() + timeout
-        return all(
-            part.wait_for_end(None if end is None else max(0.0, end - time.monotonic()))
-            for part in self._parts
-        )
+    def _wait(self) -> None:
+        for part in self._parts:
+            part.wait_for_end()
 
     def failure(self) -> OSError | None:
         """See Ticket.failure. That of the first part that has failed."""
         return next((found for part in self._parts if (found := part.failure())), None)
-
-
-def wait_any(tickets: Iterable[Ticket], timeout: float | None = None) -> Ticket:
-    """The first of `tickets` (of any files, volumes and backends, in the order given) that is done.
-
-    It does not look at how the transfer ended: `wait()` on the answer raises its error.
-
-    Raises:
-        ValueError: no tickets are given.
-        TimeoutError: none was done within `timeout` seconds.
-        RuntimeError: called in a forked child.
-    """
-    asked = tuple(tickets)
-    if not asked:
-        raise ValueError("wait_any: asked to wait for no tickets, which would never end")
-    end = None if timeout is None else time.monotonic() + timeout
-    while True:
-        late = []
-        for ticket in asked:
-            part = ticket.unfinished()
-            if part is None:
-                return ticket
-            late.append(part)
-        left = None if end is None else max(0.0, end - time.monotonic())
-        if not _one_ends(late, left):
-            raise TimeoutError(
-                f"none of {len(asked)} transfers finished within {timeout} s, the first being "
-                f"{asked[0].what}; the drive is slower than that or hangs; wait longer, or look "
-                "at `dmesg`"
-            )
 
 
 def wait_all(tickets: Iterable[Ticket]) -> None:
@@ -208,18 +129,3 @@ def wait_all(tickets: Iterable[Ticket]) -> None:
         for ticket in asked:
             ticket.wait_for_end()
         raise
-
-
-def _one_ends(tickets: Sequence[Ticket], timeout: float | None) -> bool:
-    """Whether one of `tickets`, none of them joint, is done within so many seconds."""
-    for ticket in tickets:
-        check_process(ticket._pid, ticket.what)
-    kinds = {ticket.signal for ticket in tickets}  # Threads of Python can set either.
-    signal: Signal = max(kinds, key=lambda kind: kind is not threading.Event)()
-    try:
-        for ticket in tickets:
-            ticket.watch(signal)
-        return signal.wait(timeout)
-    finally:
-        for ticket in tickets:
-            ticket.unwatch(signal)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 
 from aio.errors import naming, os_error
-from aio.file import Backend, Counters, File
+from aio.file import Backend, File
 from aio.region import Region
 from aio.scratch import create_file, create_scratch, open_file
 from aio.system import ALIGN_BYTES
@@ -180,19 +180,6 @@ class Volume(Region):
     def bytes_written(self) -> int:
         """Bytes written so far."""
         return sum(file.bytes_written for file in self.files)
-
-    @property
-    def operations(self) -> int:
-        """System calls so far."""
-        return sum(file.operations for file in self.files)
-
-    def counters(self) -> tuple[Counters, ...]:
-        """Of the backend of each of `files`; `sum(volume.counters(), Counters())` adds them up.
-
-        Raises:
-            RuntimeError: called in a forked child.
-        """
-        return tuple(file.counters() for file in self.files)
 
     @property
     def native(self) -> bool:

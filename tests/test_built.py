@@ -16,7 +16,7 @@ from tests.forked import Forked, anew
 ROOT = Path(__file__).parent.parent
 
 OFFERED = {
-    "aio/src": (ENGINE_VERSION, "6a5e3879ca19"),
+    "aio/src": (ENGINE_VERSION, "dd67a049bd67"),
     "cpu_adam/src": (KERNELS_VERSION, "55c8ee73e31f"),
     "offload/runtime/src": (RUNNER_VERSION, "e017e0cc30ac"),
 }

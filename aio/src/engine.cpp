@@ -1,11 +1,10 @@
-// The engine's thread: it cuts, submits, reaps, tries again, counts. And what callers do.
+// The engine's thread: it cuts, submits, reaps and tries again. And what callers do.
 #include "engine.h"
 
 #include <signal.h>
 #include <sys/prctl.h>
 
 #include <algorithm>
-#include <bit>
 #include <cerrno>
 #include <iterator>
 #include <new>
@@ -17,12 +16,6 @@ namespace aio {
 namespace {
 
 constexpr int64_t TRY_OUT_NS = 1'000'000'000;
-
-int64_t cpu_ns_of(clockid_t clock) {
-    timespec used{};
-    clock_gettime(clock, &used);
-    return used.tv_sec * int64_t(1'000'000'000) + used.tv_nsec;
-}
 
 // Opened and tried: a sandbox may let a queue be opened and then forbid it, or do nothing.
 std::unique_ptr<Queue> open_queue(Kind kind, int depth) {
@@ -39,23 +32,9 @@ std::unique_ptr<Queue> open_queue(Kind kind, int depth) {
 
 }  // namespace
 
-void Request::watch(const std::shared_ptr<Signal>& signal) {
-    std::lock_guard lock(mutex_);
-    if (done_.is_set()) signal->set();
-    else watchers_.push_back(signal);
-}
-
-void Request::unwatch(const std::shared_ptr<Signal>& signal) {
-    std::lock_guard lock(mutex_);
-    std::erase(watchers_, signal);
-}
-
 void Request::finish() {
-    if (transfer_.finished) transfer_.finished(failure_, moved_, operations_);
-    std::lock_guard lock(mutex_);
+    if (transfer_.finished) transfer_.finished(failure_, moved_);
     done_.set();
-    for (const auto& watcher : watchers_) watcher->set();
-    watchers_.clear();
 }
 
 Engine::Engine(const Options& options) : options_(options), flights_(size_t(options.depth)) {
@@ -117,17 +96,6 @@ bool Engine::drain(int fd, int64_t wait_ns) {
     return wait_for(changed_, lock, wait_ns, [&] { return !pending_.contains(fd); });
 }
 
-Counters Engine::counters() {
-    Counters found{bytes_read_, bytes_written_, operations_, retries_, depth_max_};
-    std::copy(latencies_.begin(), latencies_.end(), found.latencies.begin());
-    std::lock_guard lock(mutex_);
-    found.cpu_ns = cpu_ns_at_end_;
-    clockid_t clock;
-    if (queue_ && pthread_getcpuclockid(thread_.native_handle(), &clock) == 0)
-        found.cpu_ns = queue_->cpu_ns() + cpu_ns_of(clock);
-    return found;
-}
-
 bool Engine::close(int64_t wait_ns) {
     std::unique_lock lock(mutex_);
     closing_ = true;
@@ -169,7 +137,6 @@ void Engine::close_queue() {
     std::unique_ptr<Queue> queue;
     std::lock_guard lock(mutex_);
     asleep_ = idle_ = false;
-    if (queue_) cpu_ns_at_end_ = queue_->cpu_ns() + cpu_ns_of(CLOCK_THREAD_CPUTIME_ID);
     queue = std::move(queue_);
 }
 
@@ -212,11 +179,9 @@ void Engine::give() {
     });
     cut();
     if (ready_.empty()) return;
-    for (Piece* piece : ready_) static_cast<Flight*>(piece)->started = now;
     const auto taken = ptrdiff_t(queue_->submit(ready_));
     ready_.erase(ready_.begin(), ready_.begin() + taken);
     submitted_ += taken;
-    depth_max_ = std::max<int64_t>(depth_max_, submitted_);
 }
 
 // Cut pieces from the oldest requests, as many as may be in flight: from reads and writes by turns,
@@ -268,22 +233,12 @@ int64_t Engine::time_to_sleep() {
 void Engine::reap() {
     over_.clear();
     queue_->reap(over_, time_to_sleep());
-    const int64_t now = now_ns();
     submitted_ -= int64_t(over_.size());
     for (const Completion& completion : over_) {
         Flight& flight = static_cast<Flight&>(*completion.piece);
-        count(flight, now);
         const bool fails = fails_in_ > 0 && --fails_in_ == 0;
         complete(flight, fails ? -fails_with_ : completion.result);
     }
-}
-
-void Engine::count(const Flight& flight, int64_t now) {
-    const uint64_t us = uint64_t(std::max<int64_t>(now - flight.started, 0)) / 1000;
-    const size_t bucket = us == 0 ? 0 : size_t(std::bit_width(us)) - 1;
-    latencies_[std::min(bucket, LATENCIES - 1)]++;
-    operations_++;
-    flight.request->operations_++;
 }
 
 // What the kernel said of a piece: it is over, goes on where it stands, or has failed.
@@ -299,18 +254,15 @@ void Engine::complete(Flight& flight, int64_t result) {
     flight.offset += kept;
     flight.bytes -= kept;
     request.moved_ += kept;
-    (flight.writing ? bytes_written_ : bytes_read_) += kept;
     if (flight.bytes == 0) return end(flight, {});
     if (kept == 0) return again(flight, 0);
     flight.tries = 0;
-    retries_++;
     ready_.push_back(&flight);
 }
 
 void Engine::again(Flight& flight, int last_code) {
     if (++flight.tries > RETRIES_MAX)
         return end(flight, {.code = EIO, .cause = Cause::no_progress, .last_code = last_code});
-    retries_++;
     flight.due = now_ns() + RETRY_DELAY_NS;
     resting_.push_back(&flight);
 }

@@ -9,7 +9,6 @@
 
 #include <pthread.h>
 
-#include <array>
 #include <atomic>
 #include <condition_variable>
 #include <cstddef>
@@ -30,7 +29,6 @@ namespace aio {
 
 constexpr int RETRIES_MAX = 64;  // calls in a row without progress before giving up
 constexpr int64_t RETRY_DELAY_NS = 1'000'000;
-constexpr size_t LATENCIES = 32;
 
 enum class Kind { io_uring, linux_aio, threads };
 
@@ -56,7 +54,7 @@ struct Transfer {
     int64_t align = 1;  // after a short transfer it goes on at a multiple of this
     std::vector<Part> parts;
     // Called once, by the engine's thread, before `done` is set. It must not wait for anything.
-    std::function<void(const struct Failure&, int64_t moved, int64_t operations)> finished = {};
+    std::function<void(const struct Failure&, int64_t moved)> finished = {};
 };
 
 enum class Cause { refused, end_of_file, no_progress, stopped };
@@ -77,10 +75,6 @@ public:
     Signal& done() { return done_; }
     const Failure& failure() const { return failure_; }  // once it is done
 
-    // Set `signal` too when this is done (now, where it is), until it is taken back.
-    void watch(const std::shared_ptr<Signal>& signal);
-    void unwatch(const std::shared_ptr<Signal>& signal);
-
 private:
     friend class Engine;
     void finish();
@@ -89,27 +83,17 @@ private:
     size_t part_ = 0;    // the next bytes to be given to the queue: of which part,
     int64_t given_ = 0;  // and where in it
     int running_ = 0;    // pieces
-    int64_t moved_ = 0, operations_ = 0;
+    int64_t moved_ = 0;
     Failure failure_;
     Signal done_;
-    std::mutex mutex_;  // guards the watchers
-    std::vector<std::shared_ptr<Signal>> watchers_;
-};
-
-// latencies[k]: pieces that took from 2^k to 2^(k+1) microseconds, the first also those below.
-struct Counters {
-    int64_t bytes_read = 0, bytes_written = 0, operations = 0, retries = 0, depth_max = 0;
-    std::array<int64_t, LATENCIES> latencies{};
-    int64_t cpu_ns = 0;  // of the engine's threads; the kernel's own workers are not in it
 };
 
 // A piece of a request, with what the engine knows of it.
 struct Flight : Piece {
     std::shared_ptr<Request> request;
-    int64_t room = 0;     // bytes it holds of those that may be in flight
-    int64_t started = 0;  // when it was given to the queue
-    int64_t due = 0;      // when it may be tried again
-    int tries = 0;        // in a row without progress
+    int64_t room = 0;  // bytes it holds of those that may be in flight
+    int64_t due = 0;   // when it may be tried again
+    int tries = 0;     // in a row without progress
 };
 
 // [Note: One thread]
@@ -135,11 +119,12 @@ public:
     // Whether no transfer of `fd` is under way, after waiting at most so long for that.
     bool drain(int fd, int64_t wait_ns);
 
-    Counters counters();
-
     // For tests: of the kernel's transfers that end from now on the `number`-th, from 1, fails with
-    // `code`, whatever the kernel said of it.
-    void fail(int64_t number, int code) { fails_with_ = code, fails_in_ = number; }
+    // `code`, whatever the kernel said of it. How many were to come to the one asked for before.
+    int64_t fail(int64_t number, int code) {
+        fails_with_ = code;
+        return fails_in_.exchange(number);
+    }
 
     // Take no more, finish what was submitted, then end the thread: whether that is done, after
     // waiting at most so long for it. Any number of times, by any thread.
@@ -156,7 +141,6 @@ private:
     void again(Flight& flight, int last_code);
     void end(Flight& flight, Failure failure);
     void finish(Request& request);
-    void count(const Flight& flight, int64_t now);
     void wake_if_asleep();
     void stop(int code);
     void close_queue();
@@ -172,7 +156,6 @@ private:
     bool idle_ = false;    // and it could begin with a new request at once
     bool closing_ = false, ended_ = false;
     int stopped_ = 0;  // errno of the queue
-    int64_t cpu_ns_at_end_ = 0;
 
     // The engine's thread alone knows these.
     std::vector<Flight> flights_;
@@ -185,9 +168,6 @@ private:
     int running_[2] = {};  // pieces that read, and that write
     int64_t submitted_ = 0;
 
-    std::atomic<int64_t> bytes_read_{0}, bytes_written_{0}, operations_{0}, retries_{0},
-        depth_max_{0};
-    std::array<std::atomic<int64_t>, LATENCIES> latencies_{};
     std::atomic<int64_t> fails_in_{0};  // none where it is not positive
     std::atomic<int> fails_with_{0};
     std::thread thread_;

@@ -4,7 +4,6 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 
-#include <algorithm>
 #include <atomic>
 #include <optional>
 #include <system_error>
@@ -31,7 +30,7 @@ struct Held {
     nb::object file;
     std::vector<Py_buffer> buffers;
     bool writing = false;
-    int64_t moved = 0, operations = 0;
+    int64_t moved = 0;
     Held* next = nullptr;
 
     ~Held() {
@@ -56,7 +55,6 @@ static void settle() {
     const Passing to_free_memory;
     while (Held* held = taken_off_list()) {
         add(held->file, held->writing ? "bytes_written" : "bytes_read", held->moved);
-        add(held->file, "operations", held->operations);
         delete held;
     }
 }
@@ -66,36 +64,18 @@ static void put_on_list(Held* held) {
     while (!over.compare_exchange_weak(held->next, held)) {}
 }
 
-// Wait by slices, without the GIL, until `wait(nanoseconds)` says yes or the time is up.
-template <class Wait> static bool wait_interruptibly(std::optional<double> seconds, Wait wait) {
-    const int64_t began = now_ns();
+// Wait by slices, without the GIL, until `wait(nanoseconds)` says yes.
+template <class Wait> static void wait_interruptibly(Wait wait) {
     while (true) {
-        int64_t slice = SLICE_NS;
-        if (seconds) {
-            const double left = *seconds * 1e9 - double(now_ns() - began);
-            slice = left > 0 ? int64_t(std::min(left, double(SLICE_NS))) : 0;
-        }
         bool yes;
         {
             const WithoutGil released;
-            yes = wait(slice);
+            yes = wait(SLICE_NS);
         }
-        if (yes) return true;
+        if (yes) return;
         if (PyErr_CheckSignals() != 0) throw nb::python_error();
-        if (slice == 0) return false;
     }
 }
-
-static bool wait_for_it(Signal& signal, std::optional<double> seconds) {
-    return signal.is_set() ||
-           wait_interruptibly(seconds, [&](int64_t ns) { return signal.wait(ns); });
-}
-
-// A signal as Python holds it. The engine's copy of the pointer knows nothing of Python, so that
-// whoever lets it go needs no GIL.
-struct PythonSignal {
-    std::shared_ptr<Signal> inner = std::make_shared<Signal>();
-};
 
 // An engine as Python holds it. To drop one never waits, as that would be with the GIL: where it is
 // not closed its thread is left to finish by itself, and in a forked child it is left alone.
@@ -123,10 +103,10 @@ struct PythonRequest {
         return found;
     }
 
-    bool wait(std::optional<double> seconds) const {
-        const bool found = wait_for_it(inner->done(), seconds);
-        if (found) settle();
-        return found;
+    void wait() const {
+        if (!inner->done().is_set())
+            wait_interruptibly([&](int64_t ns) { return inner->done().wait(ns); });
+        settle();
     }
 
     // None, or what is needed to say what failed.
@@ -157,23 +137,14 @@ static std::optional<PythonRequest> submit(Owned& engine, nb::object file, bool 
             {static_cast<std::byte*>(buffer.buf), buffer.len, nb::cast<int64_t>(part[1])});
     }
     Held* const kept = held.get();
-    transfer.finished = [kept](const Failure&, int64_t moved, int64_t operations) {
+    transfer.finished = [kept](const Failure&, int64_t moved) {
         kept->moved = moved;
-        kept->operations = operations;
         put_on_list(kept);
     };
     PythonRequest request{engine->submit(std::move(transfer))};
     if (request.inner == nullptr) return std::nullopt;
     held.release();
     return request;
-}
-
-static nb::tuple counters(Owned& engine) {
-    const Counters found = engine->counters();
-    nb::list latencies;
-    for (int64_t count : found.latencies) latencies.append(count);
-    return nb::make_tuple(found.bytes_read, found.bytes_written, found.operations, found.retries,
-                          found.depth_max, nb::tuple(latencies), double(found.cpu_ns) * 1e-9);
 }
 
 // What the system refused, as an OSError of its errno.
@@ -187,27 +158,14 @@ static void translate(const std::exception_ptr& thrown, void*) {
 }
 
 NB_MODULE(_native, m) {
-    m.attr("VERSION") = 4;  // see aio/backends.py
+    m.attr("VERSION") = 5;  // see aio/backends.py
     m.attr("KINDS") = nb::make_tuple("io_uring", "linux_aio", "threads");
     nb::set_leak_warnings(false);  // a transfer under way at exit holds its file and buffers
     nb::register_exception_translator(translate);
-    nb::class_<PythonSignal>(m, "Signal")
-        .def(nb::init<>())
-        .def("set", [](PythonSignal& signal) { signal.inner->set(); })
-        .def("wait",
-             [](PythonSignal& signal, std::optional<double> seconds) {
-                 return wait_for_it(*signal.inner, seconds);
-             },
-             nb::arg("timeout") = nb::none());
     nb::class_<PythonRequest>(m, "Request")
         .def("done", &PythonRequest::done)
-        .def("wait", &PythonRequest::wait, nb::arg("timeout") = nb::none())
-        .def("failure", &PythonRequest::failure)
-        .def("watch", [](PythonRequest& request,
-                         PythonSignal& signal) { request.inner->watch(signal.inner); })
-        .def("unwatch", [](PythonRequest& request, PythonSignal& signal) {
-            request.inner->unwatch(signal.inner);
-        });
+        .def("wait", &PythonRequest::wait)
+        .def("failure", &PythonRequest::failure);
     nb::class_<Owned>(m, "Engine")
         .def("address", [](Owned& engine) { return uintptr_t(engine.operator->()); })
         .def("__init__",
@@ -222,14 +180,13 @@ NB_MODULE(_native, m) {
              nb::arg("parts"))
         .def("drain",
              [](Owned& engine, int fd) {
-                 const auto drained = [&](int64_t ns) { return engine->drain(fd, ns); };
-                 wait_interruptibly(std::nullopt, drained);
+                 wait_interruptibly([&](int64_t ns) { return engine->drain(fd, ns); });
                  settle();
              })
-        .def("counters", &counters)
-        .def("fail", [](Owned& engine, int64_t number, int code) { engine->fail(number, code); })
+        .def("fail",
+             [](Owned& engine, int64_t number, int code) { return engine->fail(number, code); })
         .def("close", [](Owned& engine) {
-            wait_interruptibly(std::nullopt, [&](int64_t ns) { return engine->close(ns); });
+            wait_interruptibly([&](int64_t ns) { return engine->close(ns); });
             settle();
         });
     without_gil::prepare_for_the_end();

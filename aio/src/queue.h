@@ -26,10 +26,10 @@ struct Completion {
 };
 
 // [Note: Queues]
-// A queue is opened, used and destroyed by one thread, the engine's; only `wake` and `cpu_ns` are
-// for others. The destructor returns once no memory that the queue was given is read or written any
+// A queue is opened, used and destroyed by one thread, the engine's; only `wake` is for
+// others. The destructor returns once no memory that the queue was given is read or written any
 // more: where the kernel no longer says so, that is never. It moves what it is told and reports
-// what the kernel said: cutting, retrying and counting are the engine's.
+// what the kernel said: cutting and retrying are the engine's.
 class Queue {
 public:
     virtual ~Queue() = default;
@@ -44,9 +44,6 @@ public:
 
     // Let a `reap` that waits, or the next one that would, return.
     virtual void wake() = 0;
-
-    // Processor time of threads of the queue's own.
-    virtual int64_t cpu_ns() { return 0; }
 };
 
 // Closed at the end.

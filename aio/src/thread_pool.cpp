@@ -1,8 +1,6 @@
 // The queue over threads that call preadv and pwritev: asynchronous for any file, on any kernel.
-#include <pthread.h>
 #include <sys/prctl.h>
 #include <sys/uio.h>
-#include <time.h>
 
 #include <cerrno>
 #include <deque>
@@ -58,19 +56,6 @@ public:
         std::lock_guard lock(mutex_);
         woken_ = true;
         over_changed_.notify_one();
-    }
-
-    int64_t cpu_ns() override {
-        std::lock_guard lock(mutex_);
-        int64_t sum = 0;
-        for (std::thread& thread : threads_) {
-            clockid_t clock;
-            timespec used{};
-            if (pthread_getcpuclockid(thread.native_handle(), &clock) == 0)
-                clock_gettime(clock, &used);
-            sum += used.tv_sec * int64_t(1'000'000'000) + used.tv_nsec;
-        }
-        return sum;
     }
 
 private:

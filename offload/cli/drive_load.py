@@ -42,8 +42,6 @@ REQUEST_BYTES_MIN, REQUEST_BYTES_MAX = 8 << 20, 128 << 20
 """Of one request, unless the block is longer or the file too short."""
 REQUESTS_MIN = 8
 """In a stretch of load and in the whole file."""
-WATCHED_MAX = 4
-"""Only the oldest requests are waited for: the cost of waiting is then the same at any depth."""
 
 FINALISTS_MAX, FINAL_TURNS = 4, 5
 AS_FAST = 0.97
@@ -205,9 +203,8 @@ class Load:
 
 
 def _reap(under_way: list[tuple[aio.Ticket, memoryview]], slots: list[memoryview]) -> None:
-    """Waits until at least one is over; takes all that are, and their memory back."""
-    if not any(ticket.done() for ticket, _ in under_way):
-        aio.wait_any([ticket for ticket, _ in under_way[:WATCHED_MAX]])
+    """Waits for the oldest; takes all that are over, and their memory back."""
+    under_way[0][0].wait()
     over = [ticket.done() for ticket, _ in under_way]
     for ticket, slot in itertools.compress(under_way, over):
         ticket.wait()

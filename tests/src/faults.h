@@ -58,7 +58,6 @@ public:
     }
 
     void wake() override { inner_->wake(); }
-    int64_t cpu_ns() override { return inner_->cpu_ns(); }
 
 private:
     struct Cut {
