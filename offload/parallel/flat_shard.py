@@ -11,11 +11,9 @@ tensor of a DTensor it has the shape of that, and its boxes lie where that begin
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from operator import add
-from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -42,12 +40,6 @@ _EDITS = frozenset(
     for name in (f"{one}_", f"_foreach_{one}_")
 ) | {"fill_", "clamp_", "clamp_min_", "clamp_max_", "nan_to_num_"}
 """Edits in place that treat each element by itself."""
-
-_WRAPPERS = {
-    ("torch.nn.parallel", "__init__"): "DistributedDataParallel",
-    ("torch.distributed.fsdp", "fully_shard"): "fully_shard",
-}
-"""What cuts a model or sums its gradients over ranks itself, by package and function of torch."""
 
 Box = tuple[int, tuple[int, ...], tuple[int, ...]]
 """The first element of a box in row-major order, where it begins, and its sizes."""
@@ -115,16 +107,12 @@ class FlatShard(torch.Tensor):
         return self._with(self._local.clone())
 
     def _refuse(self, what: str) -> NoReturn:
-        if (wrapper := _wrapper_under_way()) is not None:
-            raise ShardError(
-                f"{wrapper} was applied to an attached model, which the engine already cuts over "
-                f"the ranks and whose gradients it sums over them: leave {wrapper} out"
-            )
         raise ShardError(
             f"{what} of {self._name} was asked for, of whose elements {self._here()} are on this "
             "rank. Values: on all ranks together, `with offload.gathered(model):`; those here: "
             "offload.local(p). To save: on all ranks offload.save(model, optimizer, folder), or "
-            "torch.distributed.checkpoint"
+            "torch.distributed.checkpoint. DistributedDataParallel and fully_shard: leave them "
+            "out, as the engine cuts the model and sums its gradients itself"
         )
 
     @classmethod
@@ -208,17 +196,6 @@ def _inside(shape: tuple[int, ...], at: int, first: int, stop: int) -> Iterator[
     begin = at * prod(shape[1:])
     for start, offsets, sizes in boxes(shape[1:], first - begin, stop - begin):
         yield start + begin, (at, *offsets), (1, *sizes)
-
-
-def _wrapper_under_way() -> str | None:
-    """Which of `_WRAPPERS` calls, if any; the stack is walked where an error is raised alone."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        module = ".".join(str(frame.f_globals.get("__name__")).split(".")[:3])
-        if found := _WRAPPERS.get((module, frame.f_code.co_name)):
-            return found
-        frame = frame.f_back
-    return None
 
 
 def _shards(tree: Any) -> Iterator[FlatShard]:
