@@ -53,9 +53,10 @@ def paced_ranks(seed: int) -> Iterator[Paced]:
                 before.wait()
                 here = torch.empty(source.shape, dtype=source.dtype).copy_(source)
                 came = torch.empty(into.shape, dtype=into.dtype)
-                begun(self, collective, came, here, on).wait()
+                for work in begun(self, collective, came, here, on):
+                    work.wait()
                 into.copy_(came, non_blocking=True)
-                return Under(device.fence(device.stream()))
+                return [Under(device.fence(device.stream()))]
 
         patch.setattr(Group, "_begun", begin)
         yield device

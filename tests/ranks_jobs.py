@@ -321,7 +321,7 @@ def _begin_late(
     if into.is_cuda:  # Its stream is late, and the host is not.
         torch.cuda._sleep(chance.randrange(1 << 22))
         return begin(what, into, source, on)
-    return Late(partial(begin, what, into, source, on))
+    return [Late(partial(begin, what, into, source, on))]
 
 
 class Late:
@@ -338,7 +338,8 @@ class Late:
         """Let it happen, once."""
         if not self._over:
             self._over = True
-            self._begin().wait()
+            for work in self._begin():
+                work.wait()
 
 
 def _dawdle(chance: random.Random, do: Any, *args: Any) -> Any:

@@ -207,7 +207,7 @@ def test_a_look_for_failures_asks_for_one_key(monkeypatch: pytest.MonkeyPatch) -
     store, (first, *_, last) = Kept(), [object.__new__(Group) for _ in range(64)]
     monkeypatch.setattr("offload.parallel.group.group_store", lambda _: store)
     for rank, one in ((0, first), (63, last)):
-        one.rank, one.ranks, one.step, one._group, one._has_failed = rank, 64, 7, None, False
+        one.rank, one.ranks, one.step, one._group = rank, 64, 7, None
     first._raise_failed()
     assert len(store.looked) == 1
     last.fail(OSError("the drive is gone"))

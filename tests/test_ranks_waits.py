@@ -69,7 +69,7 @@ SITES = {
     ),
     "landing: for the collective": Site(
         "collectives",
-        "                for work in works:\n                    self.group.wait(work)\n",
+        "                self.group.wait(works)\n",
         "",
     ),
     "fold: for the slot": Site("gradients", "            runner.begin(task)\n", ""),

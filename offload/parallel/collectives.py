@@ -27,7 +27,7 @@ import torch
 from offload.model.early_updates import Step
 from offload.model.engine import Engine
 from offload.model.passes import Entry
-from offload.parallel.group import Group, Message
+from offload.parallel.group import Group, Message, Works
 from offload.parallel.order import Kind, Order, union
 from offload.planning.layout import Place
 from offload.planning.profile import ITEM_BYTES
@@ -41,7 +41,7 @@ class _Collective(NamedTuple):
 
     request: Message
     """What asked for it."""
-    works: list[Any]
+    works: Works
     over: Callable[[], None]
     """What to do when it is over."""
 
@@ -121,8 +121,7 @@ class Collectives:
         while self._in_flight:
             request, works, over = self._in_flight.popleft()
             with self.group.comm_stream():
-                for work in works:
-                    self.group.wait(work)
+                self.group.wait(works)
                 over()
             if request == last:
                 return
@@ -191,12 +190,11 @@ class Collectives:
         size = self._plan.bytes_of("weight", unit)
         here = self._runner.device.empty((size,), torch.uint8)
         self._runner.read_weights(unit, here)
-        for work in self._gathered(unit, here, into):
-            self.group.wait(work)
+        self.group.wait(self._gathered(unit, here, into))
 
-    def _gathered(self, unit: int, here: torch.Tensor, into: torch.Tensor) -> list[Any]:
+    def _gathered(self, unit: int, here: torch.Tensor, into: torch.Tensor) -> Works:
         """Begin to gather the weights of a full unit from its shards, of which one is here."""
-        works, kept = [], None
+        works, kept = Works(), None
         ranks, in_column = self.profile.sharding.column, unit in self._in_columns
         if ranks:
             column = Use(Place("device", "column", unit), Value("weight", unit))
@@ -206,7 +204,7 @@ class Collectives:
             at, size = part.weight_offset, part.elements * ITEM_BYTES[part.dtype]
             of_column = None if kept is None else kept[ranks * at :][: ranks * size]
             whole = into[full.weight_offset :][: full.elements * ITEM_BYTES[full.dtype]]
-            works.append(self.group.gather(whole, here[at:][:size], of_column, in_column))
+            works.extend(self.group.gather(whole, here[at:][:size], of_column, in_column))
         return works
 
     # -- gradients -------------------------------------------------------------------------------
@@ -219,7 +217,7 @@ class Collectives:
         self._order.request(Message(Kind.EXCHANGE, unit), begin)
         self._ahead()
 
-    def exchange_began(self, unit: int, works: list[Any], over: Callable[[], None]) -> None:
+    def exchange_began(self, unit: int, works: Works, over: Callable[[], None]) -> None:
         """`begin` has begun; `over` is to be called at the end."""
         self._in_flight.append(_Collective(Message(Kind.EXCHANGE, unit), works, over))
 

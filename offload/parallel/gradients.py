@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -24,7 +24,7 @@ from cpu_adam import accumulate
 from offload.model.engine import Engine
 from offload.model.gradients import Gradients
 from offload.parallel.collectives import Collectives
-from offload.parallel.group import Group
+from offload.parallel.group import Group, Works
 from offload.planning.layout import Place
 from offload.program.compile import arrival, collected, exchange, fold
 from offload.program.ops import Op, Use, Value
@@ -111,9 +111,9 @@ class SummedGradients(Gradients):
             for segment in self._segments(source):
                 segment.mul_(self._factor)
 
-    def _send(self, unit: int, source: Use) -> list[Any]:
+    def _send(self, unit: int, source: Use) -> Works:
         pairs = zip(self._segments(self._came(unit)), self._segments(source))
-        return [self._group.exchange(*pair) for pair in pairs]
+        return [work for pair in pairs for work in self._group.exchange(*pair)]
 
     @torch.no_grad()
     def _fold(self, unit: int) -> None:

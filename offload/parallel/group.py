@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache, partial
 from itertools import chain
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -50,6 +50,8 @@ _numbers: dict[Any, int] = {}
 
 
 Made = TypeVar("Made")
+Works: TypeAlias = list[Any]
+"""What torch.distributed gives for collectives that have begun."""
 
 
 class Message(NamedTuple):
@@ -91,7 +93,6 @@ class Group:
         """The last that all ranks have taken."""
         self._over: EngineError | None = None
         """What has ended all exchange with the others."""
-        self._has_failed = False
         self._checksum = 0
 
     @property
@@ -179,20 +180,20 @@ class Group:
         part: torch.Tensor,
         column: torch.Tensor | None = None,
         in_column: bool = False,
-    ) -> Any:
+    ) -> Works:
         """Begin to gather a part from each rank, in the order of their positions. Over two levels
         what a column has stays in `column`, or is there from before."""
         return self._gather(into, part, self._group)
 
-    def exchange(self, into: torch.Tensor, source: torch.Tensor) -> Any:
+    def exchange(self, into: torch.Tensor, source: torch.Tensor) -> Works:
         """Begin to send each rank its part of a gradient, `source`; `folds` parts come in order."""
         return self._exchange(into, source, self._group)
 
-    def _gather(self, into: torch.Tensor, part: torch.Tensor, on: Any) -> Any:
+    def _gather(self, into: torch.Tensor, part: torch.Tensor, on: Any) -> Works:
         self.sent_bytes += into.nbytes - part.nbytes
         return self._begun(self._gather_parts, into, part, on)
 
-    def _exchange(self, into: torch.Tensor, source: torch.Tensor, on: Any) -> Any:
+    def _exchange(self, into: torch.Tensor, source: torch.Tensor, on: Any) -> Works:
         self.sent_bytes += source.nbytes - source.nbytes // dist.get_world_size(on)
         pair = into.view(torch.uint8), source.view(torch.uint8)
         return self._begun(dist.all_to_all_single, *pair, on)
@@ -210,7 +211,7 @@ class Group:
         on = self._talk if tensor.is_cpu else self._group
         with self._failing(), torch.no_grad():
             work = dist.broadcast(tensor, group=on, group_src=source, async_op=True)
-        self.wait(work, on_host=tensor.is_cpu)
+        self.wait([work], on_host=tensor.is_cpu)
 
     def all_messages(self, mine: Message) -> list[Message]:
         """What each rank says, where this one says `mine`.
@@ -251,28 +252,31 @@ class Group:
             for leaf, nodes in parts.items():
                 clip.put(leaf, nodes)
 
-    def _begun(self, collective: Any, into: torch.Tensor, source: torch.Tensor, on: Any) -> Any:
+    def _begun(self, collective: Any, into: torch.Tensor, source: torch.Tensor, on: Any) -> Works:
         if self._over is not None:
             raise EngineError(f"no more is asked of the other ranks: {self._over}") from self._over
         with self._failing(), torch.no_grad():
-            return collective(into, source, group=on, async_op=True)
+            work = collective(into, source, group=on, async_op=True)
+        return work if isinstance(work, list) else [work]
 
     # -- waits and failures ----------------------------------------------------------------------
 
-    def wait(self, work: Any, *, on_host: bool = False) -> None:
-        """Block until a collective is over; on a device the stream does, but for those `on_host`.
+    def wait(self, works: Works, *, on_host: bool = False) -> None:
+        """Block until collectives are over; on a device the stream does, but for those `on_host`.
 
         Raises:
             EngineError: another rank failed, is gone, or takes longer than the timeout.
         """
-        if (on_host or self._device.is_host) and not work.is_completed():
+        if (on_host or self._device.is_host) and not all(one.is_completed() for one in works):
             done, since = threading.Event(), time.monotonic()
-            work.get_future().add_done_callback(lambda _: done.set())
+            over = torch.futures.collect_all([one.get_future() for one in works])
+            over.add_done_callback(lambda _: done.set())
             with interruptible(), self._failing():
-                while not (done.wait(LOOK_AGAIN_S) or work.is_completed()):
+                while not done.wait(LOOK_AGAIN_S):
                     self._look(time.monotonic() - since)
-        with self._failing():
-            work.wait()
+        with self._failing():  # Where one has failed, of none that may never end.
+            for one in sorted(works, key=lambda one: not one.is_completed()):
+                one.wait()
 
     def count(self, what: str) -> None:
         """This rank has done it once more; from any thread."""
@@ -292,11 +296,9 @@ class Group:
                 time.sleep(LOOK_AGAIN_S / 50)
 
     def fail(self, error: BaseException) -> None:
-        """Tell the others, once, that this rank cannot go on."""
-        if not self._has_failed:
-            self._has_failed = True
-            self._write(f"failed {self.rank}", f"{type(error).__name__}: {error}")
-            self._write("failed", "")  # After it: the one key that the others look at.
+        """Tell the others that this rank cannot go on; the first one that says so is named."""
+        if self._read("failed") is None:
+            self._write("failed", f"{type(error).__name__}: {error}")
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
@@ -326,15 +328,13 @@ class Group:
             )
 
     def _raise_failed(self) -> None:
-        if self._read("failed") is None:
-            return
-        for rank in range(self.ranks):
-            if rank != self.rank and (told := self._read(f"failed {rank}")):
-                raise EngineError(
-                    f"rank {rank} on {told['host']}, process {told['pid']}, failed after step "
-                    f"{told['step']}: {told['what']}. This rank cannot go on without it: end the "
-                    "job, and go on from the last commit or checkpoint"
-                )
+        told = self._read("failed")
+        if told is not None and told["rank"] != self.rank:
+            raise EngineError(
+                f"rank {told['rank']} on {told['host']}, process {told['pid']}, failed after step "
+                f"{told['step']}: {told['what']}. This rank cannot go on without it: end the job, "
+                "and go on from the last commit or checkpoint"
+            )
 
     def _blame(self) -> EngineError:
         """What to raise where a collective has failed: which rank caused it, as far as is known."""
@@ -366,50 +366,28 @@ class Group:
         self._write(f"lives {self.rank} {self.step}", "")
 
     def _write(self, key: str, what: str) -> None:
-        me = {"host": socket.gethostname(), "pid": os.getpid(), "step": self.step}
-        told = {**me, "what": what}
-        try:
-            group_store(self._group).set(f"offload {key}", json.dumps(told))
-        except RuntimeError:
-            return  # The store is gone with its host.
+        me = {"rank": self.rank, "host": socket.gethostname(), "pid": os.getpid()}
+        with suppress(RuntimeError):  # The store is gone with its host.
+            told = json.dumps({**me, "step": self.step, "what": what})
+            group_store(self._group).set(f"offload {key}", told)
 
     def _read(self, key: str) -> Any:
-        try:
+        with suppress(RuntimeError):
             store = group_store(self._group)
-            if not store.check([f"offload {key}"]):
-                return None
-            return json.loads(store.get(f"offload {key}"))
-        except RuntimeError:
-            return None
-
-
-class _Works:
-    """Collectives that have begun, to be waited for as one."""
-
-    def __init__(self, works: list[Any]):
-        self._works = works
-
-    def is_completed(self) -> bool:
-        return all(one.is_completed() for one in self._works)
-
-    def get_future(self) -> Any:
-        return torch.futures.collect_all([one.get_future() for one in self._works])
-
-    def wait(self) -> None:
-        """Wait for all; where one has failed, for none that may never end."""
-        for one in sorted(self._works, key=lambda one: not one.is_completed()):
-            one.wait()
+            if store.check([f"offload {key}"]):
+                return json.loads(store.get(f"offload {key}"))
+        return None
 
 
 def _gather_by_broadcast(
     into: torch.Tensor, part: torch.Tensor, group: Any, async_op: Literal[True]
-) -> _Works:
+) -> Works:
     """What `_all_gather` does. Over gloo it makes a copy of all that it gathers and takes more than
     twice as long (docs/decisions.md)."""
     parts = into.chunk(dist.get_world_size(group))
     parts[dist.get_rank(group)].copy_(part)
     begin = partial(dist.broadcast, group=group, async_op=async_op)
-    return _Works([begin(one, group_src=rank) for rank, one in enumerate(parts)])
+    return [begin(one, group_src=rank) for rank, one in enumerate(parts)]
 
 
 @cache
