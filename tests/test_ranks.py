@@ -206,8 +206,9 @@ class Kept(dict[str, str]):
 def test_a_look_for_failures_asks_for_one_key(monkeypatch: pytest.MonkeyPatch) -> None:
     store, (first, *_, last) = Kept(), [object.__new__(Group) for _ in range(64)]
     monkeypatch.setattr("offload.parallel.group.group_store", lambda _: store)
+    monkeypatch.setattr("offload.parallel.group._numbers", {None: 2})
     for rank, one in ((0, first), (63, last)):
-        one.rank, one.ranks, one.step, one._group = rank, 64, 7, None
+        one.rank, one.ranks, one.step, one._group, one._number = rank, 64, 7, None, 1
     first._raise_failed()
     assert len(store.looked) == 1
     last.fail(OSError("the drive is gone"))
@@ -216,6 +217,8 @@ def test_a_look_for_failures_asks_for_one_key(monkeypatch: pytest.MonkeyPatch) -
     ):
         first._raise_failed()
     last._raise_failed()
+    first._number = 3
+    first._raise_failed()  # It was another model that failed, before this one was attached.
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])

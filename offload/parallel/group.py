@@ -297,7 +297,7 @@ class Group:
 
     def fail(self, error: BaseException) -> None:
         """Tell the others that this rank cannot go on; the first one that says so is named."""
-        if self._read("failed") is None:
+        if self._failure() is None:
             self._write("failed", f"{type(error).__name__}: {error}")
 
     @contextmanager
@@ -328,13 +328,18 @@ class Group:
             )
 
     def _raise_failed(self) -> None:
-        told = self._read("failed")
+        told = self._failure()
         if told is not None and told["rank"] != self.rank:
             raise EngineError(
                 f"rank {told['rank']} on {told['host']}, process {told['pid']}, failed after step "
                 f"{told['step']}: {told['what']}. This rank cannot go on without it: end the job, "
                 "and go on from the last commit or checkpoint"
             )
+
+    def _failure(self) -> Any:
+        """What a rank has told of a failure, but before this model was attached."""
+        told = self._read("failed")
+        return told if told is not None and told["models"] >= self._number else None
 
     def _blame(self) -> EngineError:
         """What to raise where a collective has failed: which rank caused it, as far as is known."""
@@ -368,7 +373,8 @@ class Group:
     def _write(self, key: str, what: str) -> None:
         me = {"rank": self.rank, "host": socket.gethostname(), "pid": os.getpid()}
         with suppress(RuntimeError):  # The store is gone with its host.
-            told = json.dumps({**me, "step": self.step, "what": what})
+            now = {"step": self.step, "models": _numbers[self._group]}
+            told = json.dumps({**me, **now, "what": what})
             group_store(self._group).set(f"offload {key}", told)
 
     def _read(self, key: str) -> Any:
