@@ -1,4 +1,7 @@
-"""The command line. Each command is one module with `command(arguments)`, named in `COMMANDS`."""
+"""The command line. Each command is one module with `command(arguments)`, named in `COMMANDS`.
+
+What a user can cause is `BadInput`, with nothing begun or written; a signal is `Stopped`.
+"""
 
 from __future__ import annotations
 
@@ -155,11 +158,7 @@ def _drop_unwritten() -> None:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    """Runs the command that the first arguments name on the others, or shows the help.
-
-    Raises:
-        BadInput: there is none of that name.
-    """
+    """Runs the command that the first arguments name on the others, or shows the help."""
     if arguments[:1] == ["--version"]:
         from importlib import metadata
 

@@ -55,9 +55,6 @@ class Adam:
     """Measure the update of parameters in CPU memory with bf16 gradients: parameters per second by
     state format, as a share of what memory gives, beside torch's fused AdamW. CPU_ADAM_KERNEL
     names the kernel.
-
-    Raises:
-        ValueError: a field holds what it cannot mean; the message names the flag.
     """
 
     elements: Annotated[str, tyro.conf.arg(metavar="COUNT")] = "64Mi"
@@ -117,12 +114,7 @@ def _spread(rounds: list[float]) -> str:
 
 
 def command(arguments: list[str]) -> None:
-    """Measures as `arguments` say; what can be refused is refused before.
-
-    Raises:
-        BadInput: the arguments, or there is too little memory; nothing has been measured.
-        Stopped: by Ctrl-C or SIGTERM.
-    """
+    """Measures as `arguments` say; what can be refused is refused before."""
     asked = parse_flags(Adam, "offload bench adam", arguments)
     # Results go to standard output, progress and remarks to standard error.
     console, remarks = Output(stderr=asked.json), Output(stderr=True)

@@ -47,9 +47,6 @@ class Nvme:
     """Measure drives: the best block size and depth, how fast they then read, write and do both at
     once, and what that means for training. Works in a file without a name, gone at any end. The
     backend is that of training: AIO_BACKEND names another.
-
-    Raises:
-        ValueError: a field holds what it cannot mean; the message names the flag.
     """
 
     paths: tyro.conf.Positional[Annotated[tuple[str, ...], _Paths]] = ()
@@ -139,12 +136,7 @@ class Found:
 
 
 def command(arguments: list[str]) -> None:
-    """Measures as `arguments` say; what can be refused is refused before a byte is written.
-
-    Raises:
-        BadInput: the arguments, or a path cannot be used or has no room.
-        Stopped: by Ctrl-C or SIGTERM; nothing is left on disk.
-    """
+    """Measures as `arguments` say; what can be refused is refused before a byte is written."""
     asked = parse_flags(Nvme, "offload bench nvme", arguments)
     # Results go to standard output, progress and remarks to standard error.
     console, remarks = Output(stderr=asked.json), Output(stderr=True)
@@ -202,12 +194,7 @@ def measure(
     progress: Callable[[float, str], None] = lambda share, what: None,
     io: aio.IO | None = None,
 ) -> Found:
-    """All there is to find of one path.
-
-    Raises:
-        OSError: the path cannot be used or has no room, or a transfer failed.
-        RuntimeError: fio failed.
-    """
+    """All there is to find of one path."""
     choice = random.Random(0)
     progress(0.0, f"the first write in {path}")
     with Load(path, asked.file_bytes, backend, io) as load:

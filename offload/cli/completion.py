@@ -38,11 +38,7 @@ _OPTIONS = {
 
 
 def command(arguments: Sequence[str]) -> None:
-    """Prints the script of the shell that is named.
-
-    Raises:
-        BadInput: there is none of that name.
-    """
+    """Prints the script of the shell that is named."""
     if list(arguments) in ([], ["--help"], ["-h"]):
         print(_HELP)
         return

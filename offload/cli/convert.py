@@ -51,11 +51,7 @@ _NEXT = {
 
 
 def command(arguments: Sequence[str]) -> None:
-    """Converts, and says what was left out.
-
-    Raises:
-        BadInput: the arguments, or what is there cannot be converted.
-    """
+    """Converts, and says what was left out."""
     asked = parse_flags(Convert, "offload convert", arguments)
     from offload.checkpoint.conversion import convert
 

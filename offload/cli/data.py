@@ -66,10 +66,6 @@ def load(path: str | None, length: int) -> Corpus:
     """The corpus in file or folder `path` (None: this interpreter's standard library).
 
     A file is mapped and not read; of a folder, every file that is text is read, hidden ones apart.
-
-    Raises:
-        OSError: the path does not exist or cannot be read.
-        ValueError: the text is too short to be cut into windows of `length` bytes.
     """
     notices: list[str] = []
     if path is None:

@@ -56,11 +56,7 @@ _STYLES = {"ok": "green", "note": "yellow", "stop": "bold red"}
 
 
 def command(arguments: Sequence[str]) -> int:
-    """Shows what was found; 0 where training can start, 1 where it cannot.
-
-    Raises:
-        BadInput: the arguments.
-    """
+    """Shows what was found; 0 where training can start, 1 where it cannot."""
     asked = parse_flags(Doctor, "offload doctor", arguments)
     console = Output(stderr=asked.json)
     seen: list[Finding] = []

@@ -34,11 +34,7 @@ FOREVER_BYTES = 1 << 50
 
 
 def check_fio(backend: str) -> None:
-    """Refuses a comparison that cannot be.
-
-    Raises:
-        ValueError: fio is not installed, or has no engine like `backend`.
-    """
+    """Refuses a comparison that cannot be."""
     found = f"the backend {backend}" if shutil.which("fio") else "no fio on PATH"
     if found == "no fio on PATH" or backend not in ENGINES:
         raise ValueError(
@@ -48,12 +44,7 @@ def check_fio(backend: str) -> None:
 
 
 def run_fio(load: Load, mode: Mode, setting: Setting, seconds: float) -> float:
-    """Bytes per second of one run of fio on the load's file. What it writes counts as the load's.
-
-    Raises:
-        RuntimeError: fio failed, or said what is not understood.
-        Spent: no more may be written.
-    """
+    """Bytes per second of a run of fio on the load's file. What it writes counts as the load's."""
     left = FOREVER_BYTES if mode == "read" else load.bytes_written_max - load.bytes_written
     if left < setting.under_way_bytes:
         raise Spent
@@ -101,9 +92,6 @@ def compare(load: Load, figures: Mapping[Mode, Figure]) -> dict[Mode, list[float
     """Our speed in multiples of fio's, by mode and round; rounds outermost, so that a drift falls
     on all alike. Within a round both take turns at being first. Each turn may write its part of
     what is left, so that a fast drive does not spend it all in the first.
-
-    Raises:
-        RuntimeError: fio failed.
     """
     each = (load.bytes_written_max - load.bytes_written) // (2 * ROUNDS)
     ratios: dict[Mode, list[float]] = {}

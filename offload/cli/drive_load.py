@@ -101,9 +101,6 @@ class Load:
         size: bytes of the file, a multiple of FILE_BYTES_UNIT.
         backend: name of the one that makes and fills the file.
         io: a simulation in place of the system's calls.
-
-    Raises:
-        OSError: there is no room, or the directory cannot be used; see `create_scratch`.
     """
 
     def __init__(self, directory: str, size: int, backend: str, io: aio.IO | None = None) -> None:
@@ -134,12 +131,7 @@ class Load:
         )
 
     def run(self, mode: Mode, setting: Setting, seconds: float) -> float:
-        """Bytes per second, both directions together, in about `seconds` of load.
-
-        Raises:
-            Spent: no more may be written.
-            OSError: a transfer failed.
-        """
+        """Bytes per second, both directions together, in about `seconds` of load."""
         request, count = self._request_bytes(mode, setting, seconds), 1 << 62
         if mode != "read":
             left = self.bytes_written_max - self.bytes_written

@@ -25,11 +25,7 @@ def flag(name: str) -> str:
 
 
 def check_field(settings: Any, name: str, right: bool, expected: str) -> None:
-    """Refuses what a field holds unless it is `right`.
-
-    Raises:
-        ValueError: it is not; the message names the flag.
-    """
+    """Refuses what a field holds unless it is `right`."""
     if not right:
         value = getattr(settings, name)
         shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
@@ -42,12 +38,7 @@ def parse_flags(
     flags: Sequence[str],
     registry: tyro.constructors.ConstructorRegistry | None = None,
 ) -> Settings:
-    """The settings that `flags` of a command ask for: `kind`, whose fields are the flags.
-
-    Raises:
-        BadInput: a flag is no setting or has a value that it cannot have.
-        SystemExit: help was asked for, and shown.
-    """
+    """The settings that `flags` of a command ask for: `kind`, whose fields are the flags."""
     registry = registry or tyro.constructors.ConstructorRegistry()
     if {"-h", "--help"}.intersection(flags):
         flags = ["--help"]  # After an argument tyro would leave that out of the help.

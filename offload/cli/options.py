@@ -44,11 +44,7 @@ class Placing(Config):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Train:
-    """Train a small byte-level GPT on real text, its weights and states in memory or on drives.
-
-    Raises:
-        ValueError: a field holds what it cannot mean; the message names the flag.
-    """
+    """Train a small byte-level GPT on real text, its weights and states in memory or on drives."""
 
     size: Literal["10m", "30m", "100m", "200m", "500m", "1b", "3b", "7b"] = "10m"
     """About how many parameters the model has: 10 million to 7 billion."""
@@ -113,13 +109,7 @@ class Train:
 
 
 def parse(arguments: Sequence[str]) -> Train:
-    """The settings that `arguments` and the file named by their `--deepspeed` ask for.
-
-    Raises:
-        BadInput: a flag is no setting or has a value that it cannot have, settings contradict each
-            other, or the file cannot be read.
-        SystemExit: help was asked for, and shown.
-    """
+    """The settings that `arguments` and the file named by their `--deepspeed` ask for."""
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--deepspeed", nargs="?")
     path = finder.parse_known_args(list(arguments))[0].deepspeed
@@ -145,11 +135,7 @@ def _flags_of_deepspeed(path: str) -> list[str]:
 
 
 def translation(path: str) -> deepspeed.Translation:
-    """What becomes of a file of DeepSpeed's.
-
-    Raises:
-        BadInput: it cannot be read or understood.
-    """
+    """What becomes of a file of DeepSpeed's."""
     try:
         return deepspeed.read(path)
     except OSError as error:

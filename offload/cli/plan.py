@@ -63,9 +63,6 @@ class Placing(Config):
 class Plan:
     """Where the values of a GPT would live on machines that need not be there, how long its step
     would take, and what would bound it: from data sheets and two constants a machine.
-
-    Raises:
-        ValueError: a field holds what it cannot mean; the message names the flag.
     """
 
     model: Annotated[str, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = "7b"
@@ -143,11 +140,7 @@ class Estimate:
 
 
 def command(arguments: Sequence[str]) -> None:
-    """Shows a plan.
-
-    Raises:
-        BadInput: the arguments, or the model fits no such machines.
-    """
+    """Shows a plan."""
     asked = parse_flags(Plan, "offload plan", arguments, registry())
     with bad_input():
         found = estimated(asked)
@@ -158,12 +151,7 @@ def command(arguments: Sequence[str]) -> None:
 
 
 def estimated(asked: Plan) -> Estimate:
-    """The plan of one rank, as all are alike, and its step.
-
-    Raises:
-        OSError: the machine's file cannot be read.
-        ValueError: there is no such model or machine, or it does not fit.
-    """
+    """The plan of one rank, as all are alike, and its step."""
     cluster = cluster_of(asked.machine)
     here = asked.gpus or cluster.gpus
     if here > cluster.gpus:
@@ -186,11 +174,7 @@ def estimated(asked: Plan) -> Estimate:
 
 
 def _fitting(asked: Plan, machine: Machine, ranks: int) -> tuple[Transformer, Layout]:
-    """The first way to cut the model that fits: with whole weights kept, and then in few units.
-
-    Raises:
-        ValueError: none does.
-    """
+    """The first way to cut the model that fits: with whole weights kept, and then in few units."""
     whole = replace(Transformer.named(asked.model), recompute=asked.recompute)
     config, activations = asked.placing, whole.activation_bytes(asked.batch * asked.seq_len)
     if config.device_memory is None:

@@ -61,12 +61,7 @@ class Report:
 
 
 def command(arguments: Sequence[str]) -> None:
-    """Shows a run and writes its page.
-
-    Raises:
-        BadInput: the arguments, the run cannot be read or holds no whole step, or a file cannot be
-            written.
-    """
+    """Shows a run and writes its page."""
     asked = parse_flags(Report, "offload report", arguments)
     if asked.list:
         with bad_input():
@@ -105,11 +100,7 @@ def _text(run: Run, found: Breakdown, path: Path) -> str:
 
 
 def _path(asked: Sequence[str]) -> Path:
-    """The file of the run that is asked for.
-
-    Raises:
-        BadInput: there is none.
-    """
+    """The file of the run that is asked for."""
     with bad_input():
         if not asked:
             if kept := runs.kept():

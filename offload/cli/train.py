@@ -36,12 +36,7 @@ _Returned = TypeVar("_Returned")
 
 
 def command(arguments: Sequence[str]) -> None:
-    """Trains as `arguments` say. Everything that can be refused is refused before the first step.
-
-    Raises:
-        BadInput: the arguments, the data, a path or a budget; nothing has been trained.
-        Stopped: by Ctrl-C or SIGTERM.
-    """
+    """Trains as `arguments` say. What can be refused is refused before the first step."""
     settings, typed = parse(arguments), ["offload", "train", *arguments]
     if ranks_of_job() > 1:
         raise BadInput(
@@ -104,11 +99,7 @@ def _warnings_of(call: Callable[[], _Returned]) -> tuple[_Returned, list[str]]:
 
 @contextlib.contextmanager
 def memory_short(where: str) -> Iterator[None]:
-    """Names what to try where torch or numpy are refused memory.
-
-    Raises:
-        MemoryError: they were.
-    """
+    """Names what to try where torch or numpy are refused memory."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -277,12 +268,7 @@ def rate(settings: Train, step: int) -> float:
 def steps(
     settings: Train, model: nn.Module, optimizer: Any, corpus: data.Corpus, signals: Signals
 ) -> Generator[dict[str, Any], None, None]:
-    """Trains; yields a record after each step.
-
-    Raises:
-        ArithmeticError: the loss is no longer a finite number.
-        Stopped: between two steps, when the record of the one before has been dealt with.
-    """
+    """Trains; yields a record after each step."""
     done, _ = optimizer.engine.resumed or (0, None)
     optimizer.engine.user_state = lambda: {}  # All of it follows from the number of the step.
     scheduler = LambdaLR(optimizer, lambda step: rate(settings, step), last_epoch=done - 1)

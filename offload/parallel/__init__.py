@@ -28,11 +28,7 @@ from offload.runtime.torch_internals import local_part
 
 
 def join(mesh: Any, device: Device, config: Config) -> Group | None:
-    """The ranks of a mesh, by default of the world; None where it has one.
-
-    Raises:
-        ValueError: the mesh cannot be used.
-    """
+    """The ranks of a mesh, by default of the world; None where it has one."""
     groups = levels_of(mesh) if isinstance(mesh, DeviceMesh) else [mesh]
     if mesh == dist.GroupMember.NON_GROUP_MEMBER:  # What `new_group` gives to other ranks.
         groups = []

@@ -90,11 +90,7 @@ class Collectives:
         return said
 
     def changes(self, unit: int) -> None:
-        """Weights of this rank change; all ranks hear it when its next pass begins.
-
-        Raises:
-            RuntimeError: other ranks would use the old ones in this pass, which they keep.
-        """
+        """Weights of this rank change; all ranks hear it when its next pass begins."""
         self._changed.add(unit)
         keeps = self.profile.sharding.keeps or unit in self._in_columns
         if keeps and self._passes.verb is not None:
@@ -241,20 +237,12 @@ class Collectives:
     # -- steps and other meetings ----------------------------------------------------------------
 
     def meet(self, kind: Kind, unit: int = 0, payload: int = 0) -> list[Message]:
-        """Meet all other ranks, which come for the same; what each of them says.
-
-        Raises:
-            EngineError: they come for something else; on all of them.
-        """
+        """Meet all other ranks, which come for the same; what each of them says."""
         self._land()
         return self._order.meet(kind, unit, payload)
 
     def agree(self, step: Step, commits: bool) -> bool:
-        """Meet in `step()`, and see that all ranks take the same one; whether each `commits` it.
-
-        Raises:
-            EngineError: they do not; on all of them.
-        """
+        """Meet in `step()`, and see that all ranks take the same one; whether each `commits` it."""
         mine = sorted((unit, *of) for unit, of in step.items())
         rows = sorted({repr(one) for of in step.values() for one in of.values()})
         text = repr((self._backwards, mine, rows))

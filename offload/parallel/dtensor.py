@@ -102,11 +102,7 @@ class TensorGroup(Group):
 def tensor_group(
     named: Mapping[str, DTensor], mesh: Any, device: Device, config: Config
 ) -> TensorGroup:
-    """The ranks on whose mesh these parameters lie, and `mesh` does not.
-
-    Raises:
-        ValueError: they cannot be attached, or not with this mesh.
-    """
+    """The ranks on whose mesh these parameters lie, and `mesh` does not."""
     name, first = next(iter(named.items()))
     if mesh is None:
         raise ValueError(

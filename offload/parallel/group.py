@@ -112,11 +112,7 @@ class Group:
         return least
 
     def all_or_none(self, make: Callable[[], Made], undo: Callable[[Made], object]) -> Made:
-        """What `make` gives, where it does so on all ranks; else each of them raises.
-
-        Raises:
-            EngineError: it raised on another rank.
-        """
+        """What `make` gives, where it does so on all ranks; else each of them raises."""
         failed, made = None, list[Made]()
         try:
             made.append(make())
@@ -137,11 +133,7 @@ class Group:
         self._checksum = crc32c(weights.contiguous().cpu(), self._checksum)
 
     def require_alike(self, model: nn.Module, plan: Plan, config: Config) -> None:
-        """Refuse ranks with another model, config or version, before anything of it moves.
-
-        Raises:
-            ValueError: they differ; on all of them.
-        """
+        """Refuse ranks with another model, config or version, before anything of it moves."""
         for one in chain(model.parameters(), model.buffers()):
             if not one.is_meta:
                 self.add_to_checksum(local_part(one.detach()))
@@ -153,11 +145,7 @@ class Group:
         self._compare(f"torch {torch.__version__}", *fields, cut, *profile.full, values)
 
     def require_alike_values(self) -> None:
-        """Refuse ranks that have given another value to what was on the meta device.
-
-        Raises:
-            ValueError: they differ; on all of them.
-        """
+        """Refuse ranks that have given another value to what was on the meta device."""
         self._compare(f"parameters whose checksum is {self._checksum}")
 
     def _compare(self, *mine: object) -> None:
@@ -214,11 +202,7 @@ class Group:
         self.wait([work], on_host=tensor.is_cpu)
 
     def all_messages(self, mine: Message) -> list[Message]:
-        """What each rank says, where this one says `mine`.
-
-        Raises:
-            EngineError: another rank is at another model.
-        """
+        """What each rank says, where this one says `mine`."""
         head = [self._number, mine.members.bit_length(), *mine[:3]]
         rows = [one.tolist() for one in self.all_tensors(torch.tensor(head, dtype=torch.int64))]
         if any(row[0] != self._number for row in rows):
@@ -262,11 +246,7 @@ class Group:
     # -- waits and failures ----------------------------------------------------------------------
 
     def wait(self, works: Works, *, on_host: bool = False) -> None:
-        """Block until collectives are over; on a device the stream does, but for those `on_host`.
-
-        Raises:
-            EngineError: another rank failed, is gone, or takes longer than the timeout.
-        """
+        """Block until works are over; on a device the stream does, but for those `on_host`."""
         if (on_host or self._device.is_host) and not all(one.is_completed() for one in works):
             done, since = threading.Event(), time.monotonic()
             over = torch.futures.collect_all([one.get_future() for one in works])
@@ -284,11 +264,7 @@ class Group:
             group_store(self._group).add(f"offload {self._number} {what}", 1)
 
     def wait_for_count(self, what: str, times: int) -> None:
-        """Block until the ranks together have done it so often.
-
-        Raises:
-            EngineError: another rank failed, is gone, or takes longer than the timeout.
-        """
+        """Block until the ranks together have done it so often."""
         since, key = time.monotonic(), f"offload {self._number} {what}"
         with interruptible(), self._failing():
             while group_store(self._group).add(key, 0) < times:

@@ -143,11 +143,7 @@ class Order:
         return union(said, Kind.END)
 
     def meet(self, kind: Kind, unit: int = 0, payload: int = 0) -> list[Message]:
-        """Meet all other ranks, which come for the same.
-
-        Raises:
-            EngineError: they come for something else, and this is said to all.
-        """
+        """Meet all other ranks, which come for the same."""
         if self._queue:
             self._leave()
         said = self._until(Message(kind, unit, payload))

@@ -62,11 +62,7 @@ class Ranks:
         return FlatShard(here.view(-1), one.shape, first, *how)
 
     def shown(self, unit: int, index: int) -> torch.Tensor:
-        """A parameter inside `gathered`, and what is here of a DTensor elsewhere.
-
-        Raises:
-            ShardError: it is neither.
-        """
+        """A parameter inside `gathered`, and what is here of a DTensor elsewhere."""
         key = Key("weight", unit, index)
         if (unit, index) in self._shown:
             return self._shown[unit, index]
@@ -115,11 +111,7 @@ class Ranks:
                     snapshots.put(Key("weight", unit, index), mine)
 
     def assembled(self, unit: int, parameter: int, here: torch.Tensor) -> torch.Tensor:
-        """A value of a parameter, in its shape, of which each rank gives what it has.
-
-        Raises:
-            EngineError: other ranks do not ask for it.
-        """
+        """A value of a parameter, in its shape, of which each rank gives what it has."""
         self.collectives.meet(Kind.VALUES, unit, parameter)
         full, ranks = self._profile.full[unit], self.group.ranks
         shards = (shard_of(full, Sharding(at, ranks)) for at in range(ranks))
@@ -131,11 +123,7 @@ class Ranks:
         return found.view(full.parameters[parameter].shape)
 
     def part(self, unit: int, parameter: int, value: torch.Tensor) -> torch.Tensor:
-        """As much of a value, full or a shard, as is here, flat.
-
-        Raises:
-            ValueError: it is of another parameter.
-        """
+        """As much of a value, full or a shard, as is here, flat."""
         one, here = self._profile.full[unit].parameters[parameter], self.local(unit, parameter)
         if value.shape == one.shape:
             if not isinstance(value, FlatShard):

@@ -76,9 +76,6 @@ class TwoLevelGroup(Group):
 def levels_of(mesh: DeviceMesh) -> list[Any]:
     """The process groups of the dimensions of a mesh that have several ranks, of one at least; of
     none on a rank outside of it.
-
-    Raises:
-        ValueError: it has more than two dimensions, or its ranks do not ascend.
     """
     names, ranks = mesh.mesh_dim_names or ("replicate", "shard"), mesh.mesh
     if mesh.ndim > 2:
