@@ -46,7 +46,7 @@ def test_a_path_is_no_flag_and_is_told_as_one(tmp_path, capsys):
     path = file_of({"zero_optimization": {"offload_optimizer": section}}, tmp_path)
     found = options.parse(["--deepspeed", path])
     assert found.seed == 0
-    assert found.placing.nvme_path == ("./--seed=5",)
+    assert found.placing.nvme_path == ("--seed=5",)
     section = {"device": "nvme", "nvme_path": str(tmp_path)}
     path = file_of({"zero_optimization": {"offload_optimizer": section}}, tmp_path)
     assert run(*SHORT, "--deepspeed", path) == 0

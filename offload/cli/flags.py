@@ -37,9 +37,12 @@ def parse_flags(
     command: str,
     flags: Sequence[str],
     registry: tyro.constructors.ConstructorRegistry | None = None,
+    default: Settings | None = None,
 ) -> Settings:
-    """The settings that `flags` of a command ask for: `kind`, whose fields are the flags."""
+    """The settings that `flags` of a command ask for: `kind`, whose fields are the flags, and which
+    are else those of `default`."""
     registry = registry or tyro.constructors.ConstructorRegistry()
+    defaults: Any = {} if default is None else {"default": default}
     if {"-h", "--help"}.intersection(flags):
         flags = ["--help"]  # After an argument tyro would leave that out of the help.
     told, shown, columns = io.StringIO(), io.StringIO(), os.environ.get("COLUMNS")
@@ -47,7 +50,10 @@ def parse_flags(
         os.environ["COLUMNS"] = "100000"  # No message is wrapped.
     try:
         with contextlib.redirect_stderr(told), contextlib.redirect_stdout(shown):
-            return tyro.cli(kind, prog=command, args=flags, registry=registry)
+            found: Settings = tyro.cli(
+                kind, prog=command, args=flags, registry=registry, **defaults
+            )
+            return found
     except ValueError as error:
         raise BadInput(str(error)) from None
     except SystemExit as stop:

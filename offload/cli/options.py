@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from offload import deepspeed
-from offload.cli import BadInput, in_flags
-from offload.cli.flags import check_field, flag, parse_flags
+from offload.cli import BadInput, bad_input, in_flags
+from offload.cli.flags import check_field, parse_flags
 from offload.config import Config
 from offload.planning import tiers
 
@@ -113,25 +113,14 @@ def parse(arguments: Sequence[str]) -> Train:
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--deepspeed", nargs="?")
     path = finder.parse_known_args(list(arguments))[0].deepspeed
-    # The file's settings come first as flags of their own: of two equal flags the last one counts.
-    adopted = [] if path is None else _flags_of_deepspeed(path)
+    with bad_input():
+        fields = {} if path is None else translation(path).fields
+        plain = Train(deepspeed=path, placing=Placing(**fields))
     given = [  # A size is as good in capitals: 7B.
         one.lower() if before == "--size" or one.startswith("--size=") else one
         for before, one in zip(("", *arguments), arguments)
     ]
-    return parse_flags(Train, "offload train", [*adopted, *given], registry())
-
-
-def _flags_of_deepspeed(path: str) -> list[str]:
-    """The fields of Config that a file of DeepSpeed's asks for, as flags."""
-    plain, found = Config(), list[str]()
-    for name, value in translation(path).fields.items():
-        if name == "nvme_path" and value:
-            # A path that begins with a dash would be a flag.
-            found += [flag(name), *(f"./{one}" if one.startswith("-") else one for one in value)]
-        elif value is not None and value != getattr(plain, name):
-            found.append(f"{flag(name)}={value}")
-    return found
+    return parse_flags(Train, "offload train", given, registry(), plain)
 
 
 def translation(path: str) -> deepspeed.Translation:
