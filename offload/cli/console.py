@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import psutil
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
 from offload.cli import in_flags
 
@@ -33,6 +34,15 @@ class Output(Console):
         """Each in a line of its own, once."""
         for notice in dict.fromkeys(notices):
             self.sentence(f"note: {in_flags(notice)}")
+
+
+def table(title: str, first: str, *numbers: str) -> Table:
+    """An empty table: a column of names, and columns of numbers."""
+    made = Table(title=title, title_justify="left")
+    made.add_column(first, no_wrap=True)
+    for name in numbers:
+        made.add_column(name, justify="right", no_wrap=True)
+    return made
 
 
 @contextlib.contextmanager

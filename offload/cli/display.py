@@ -13,6 +13,7 @@ from rich import progress
 from rich.console import Console
 from rich.table import Table
 
+from offload.cli.console import table
 from offload.planning.layout import Row, TierUse
 from offload.planning.tiers import TIERS, format_bytes
 from offload.runtime.stats import LaneUse
@@ -40,42 +41,30 @@ HINT = (
 
 def homes(rows: Iterable[Row], uses: Sequence[TierUse], *, device_is_cpu: bool) -> Table:
     """What lives where in bytes, kinds down and tiers across, with the budget of each tier."""
-    table = Table(title="What lives where", title_justify="left")
-    table.add_column("")
-    for tier in TIERS:
-        title = "device (CPU)" if tier == "device" and device_is_cpu else tier
-        table.add_column(title, justify="right")
+    titles = ("device (CPU)" if device_is_cpu else "device", *TIERS[1:])
+    made = table("What lives where", "", *titles)
     found: dict[str, dict[str, int]] = {}
     for row in rows:
         tiers = found.setdefault(row.kind, dict.fromkeys(TIERS, 0))
         tiers[row.tier] += row.bytes
     for kind, tiers in found.items():
-        table.add_row(f"{kind}s", *(_amount(tiers[tier]) for tier in TIERS))
+        made.add_row(f"{kind}s", *(_amount(tiers[tier]) for tier in TIERS))
     use = {use.tier: use for use in uses}
-    table.add_row("slots and headers", *(_amount(use[tier].staging_bytes) for tier in TIERS))
-    table.add_section()
-    table.add_row("in all", *(_amount(taken(use[tier])) for tier in TIERS))
-    table.add_row("budget", *(_amount(use[tier].budget_bytes) for tier in TIERS))
-    return table
+    made.add_row("slots and headers", *(_amount(use[tier].staging_bytes) for tier in TIERS))
+    made.add_section()
+    made.add_row("in all", *(_amount(taken(use[tier])) for tier in TIERS))
+    made.add_row("budget", *(_amount(use[tier].budget_bytes) for tier in TIERS))
+    return made
 
 
 def lanes(uses: Mapping[str, LaneUse]) -> Table:
     """How long each lane was busy, and how long training waited for it."""
-    table = Table(title="Lanes", title_justify="left")
-    table.add_column("lane")
-    for name in ("busy", "exposed", "operations", "moved"):
-        table.add_column(name, justify="right")
+    made = table("Lanes", "lane", "busy", "exposed", "operations", "moved")
     for name, use in uses.items():
-        if not use.operations:
-            continue
-        table.add_row(
-            name,
-            f"{use.busy_s:.2f} s",
-            f"{use.exposed_s:.2f} s",
-            str(use.operations),
-            _amount(use.bytes),
-        )
-    return table
+        if use.operations:
+            busy, exposed = f"{use.busy_s:.2f} s", f"{use.exposed_s:.2f} s"
+            made.add_row(name, busy, exposed, str(use.operations), _amount(use.bytes))
+    return made
 
 
 def peak_rss_bytes() -> int:

@@ -12,11 +12,10 @@ from itertools import product
 from typing import Annotated, Any, Literal
 
 import tyro
-from rich.table import Table
 from tyro.conf import Suppress
 
 from offload.cli import bad_input, display
-from offload.cli.console import Output
+from offload.cli.console import Output, table
 from offload.cli.flags import check_field, parse_flags
 from offload.cli.options import registry
 from offload.config import Config
@@ -260,19 +259,16 @@ def show(console: Output, found: Estimate) -> None:
         f"GPU has {count} x {asked.batch} x {asked.seq_len} tokens a step"
     )
     console.print(display.homes(found.layout.rows(), found.layout.tiers(), device_is_cpu=False))
-    table = Table(title="Lanes", title_justify="left")
-    table.add_column("lane")
-    for name in ("busy", "share", "moved", "x2"):
-        table.add_column(name, justify="right")
+    lanes = table("Lanes", "lane", "busy", "share", "moved", "x2")
     for lane, busy in sorted(step.busy.items(), key=lambda one: -one[1]):
-        table.add_row(
+        lanes.add_row(
             lane,
             _seconds(busy),
             f"{busy / step.step_seconds:.0%}",
             format_bytes(step.moved[lane]) if step.moved[lane] else "-",
             _seconds(step.faster[lane]) if lane in step.faster else "-",
         )
-    console.print(table)
+    console.print(lanes)
     console.sentence(CAPTION, style="dim")
     everyone = found.tokens * found.ranks / step.step_seconds
     console.sentence(

@@ -21,7 +21,7 @@ from rich.text import Text
 from offload import reporting as runs
 from offload.cli import BadInput, bad_input
 from offload.cli.breakdown import Breakdown, breakdown, title_of, verdict
-from offload.cli.console import Output
+from offload.cli.console import Output, table
 from offload.cli.flags import parse_flags
 from offload.planning.machine import replace_file
 from offload.planning.tiers import format_bytes
@@ -149,31 +149,26 @@ def show(console: Output, run: Run, found: Breakdown, path: Path) -> None:
 
 
 def _parts(run: Run, found: Breakdown) -> Table:
-    table = Table(title="A step", title_justify="left")
-    table.add_column("", no_wrap=True)
-    table.add_column("seconds", justify="right", no_wrap=True)
-    table.add_column("share", justify="right", no_wrap=True)
-    table.add_column("", width=_BAR_COLUMNS)
+    made = table("A step", "", "seconds", "share")
+    made.add_column("", width=_BAR_COLUMNS)
     for name, seconds in found.parts.items():
         share = seconds / found.step_s
         style = "red" if name in found.busy and share >= 0.05 else ""
         bar = ProgressBar(total=1.0, completed=min(1.0, share), width=_BAR_COLUMNS)
-        table.add_row(title_of(name, run), f"{seconds:.3f}", f"{share:.0%}", bar, style=style)
-    return table
+        made.add_row(title_of(name, run), f"{seconds:.3f}", f"{share:.0%}", bar, style=style)
+    return made
 
 
 def _lanes(run: Run, found: Breakdown) -> Table:
-    table = Table(title="Lanes, in a step", title_justify="left")
-    table.add_column("lane", no_wrap=True)
-    for title in ("busy", "of step", "predicted", "moved", "speed"):
-        table.add_column(title, justify="right", no_wrap=True)
+    titles = ("busy", "of step", "predicted", "moved", "speed")
+    made = table("Lanes, in a step", "lane", *titles)
     predicted = run.prediction.busy if run.prediction else {}
     for lane, busy in found.busy.items():
         if not busy:
             continue
         moved = found.bytes.get(lane, 0.0)
         foretold = f"{predicted[lane]:.3f} s" if lane in predicted else "-"
-        table.add_row(
+        made.add_row(
             lane,
             f"{busy:.3f} s",
             f"{busy / found.step_s:.0%}",
@@ -181,7 +176,7 @@ def _lanes(run: Run, found: Breakdown) -> Table:
             format_bytes(round(moved)) if moved else "-",
             f"{moved / busy / 1e9:.2f} GB/s" if moved else "-",
         )
-    return table
+    return made
 
 
 def _list(paths: Sequence[Path], *, as_json: bool) -> None:
@@ -190,25 +185,22 @@ def _list(paths: Sequence[Path], *, as_json: bool) -> None:
     if not paths and not as_json:
         console.sentence(f"{runs.folder()} holds no run; try: offload train")
         return
-    table = Table(title=f"Runs in {runs.folder()}", title_justify="left")
-    table.add_column("RUN", no_wrap=True)
-    table.add_column("steps", justify="right")
-    table.add_column("a step", justify="right", no_wrap=True)
-    table.add_column("command", overflow="fold")
+    listed = table(f"Runs in {runs.folder()}", "RUN", "steps", "a step")
+    listed.add_column("command", overflow="fold")
     for path in paths:
         row = _row(path)
         if as_json:
             sys.stdout.write(json.dumps({"run": str(path), **row}) + "\n")
             continue
         step_s = row.get("step_s")
-        table.add_row(
+        listed.add_row(
             path.stem,
             str(row.get("steps", "-")),
             f"{step_s:.3f} s" if isinstance(step_s, float) else "-",
             Text(str(row.get("error") or shlex.join(row["command"]))),
         )
     if not as_json:
-        console.print(table)
+        console.print(listed)
 
 
 def _row(path: Path) -> dict[str, Any]:
