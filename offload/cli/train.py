@@ -8,7 +8,7 @@ import math
 import sys
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
@@ -139,14 +139,31 @@ def _train(
     progress: display.Progress,
     reached: Reached,
 ) -> None:
-    """All steps, each told and counted when it is over."""
-    with contextlib.closing(steps(settings, model, optimizer, corpus, signals)) as records:
-        for record in records:
-            progress.update(record["step"], record["loss"], _tokens(settings))
+    """All steps, each told and counted when it is over; between two of them a run is stopped."""
+    done, _ = optimizer.engine.resumed or (0, None)
+    optimizer.engine.user_state = lambda: {}  # All of it follows from the number of the step.
+    scheduler = LambdaLR(optimizer, lambda step: rate(settings, step), last_epoch=done - 1)
+    tokens = settings.batch * settings.seq_len * settings.micro_batches
+    started = time.perf_counter()
+    for step in range(done + 1, settings.steps + 1):
+        record: dict[str, Any] = {"kind": "step", "step": step}
+        with signals.hold():  # Until its record is told, too.
+            record["lr"] = scheduler.get_last_lr()[0]
+            with memory_short(f"in step {step}"):
+                loss = train_step(settings, model, optimizer, corpus, step)
+            record["loss"] = loss
+            if settings.placing.max_grad_norm is not None:
+                record["grad_norm"] = optimizer.grad_norm()
+            scheduler.step()
+            signals.where = f"after step {step} of {settings.steps}"
+            _check_finite(loss, f"the loss is {loss} at step {step}", settings)
+            now = time.perf_counter()
+            record |= {"step_s": now - started, "tokens_per_s": tokens / (now - started)}
+            started = now
+            progress.update(step, loss, tokens)
             if settings.json:
                 _emit(record)
-            reached.steps = record["step"]
-            reached.loss = record["loss"]
+            reached.steps, reached.loss = step, loss
 
 
 def _judge(
@@ -194,7 +211,13 @@ def _introduce(
     console: Output, settings: Train, model: nn.Module, corpus: data.Corpus, engine: Any
 ) -> None:
     """What is trained on what, and what lives where."""
-    console.sentence(_heading(settings, model, corpus))
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    steps = "1 step" if settings.steps == 1 else f"{settings.steps} steps"
+    console.sentence(
+        f"{parameters:,} parameters ({settings.dtype}), {steps} of "
+        f"{settings.micro_batches * settings.batch} x {settings.seq_len} bytes\n"
+        f"on {corpus.name}: {len(corpus.training):,} bytes and {len(corpus.held_out):,} held out"
+    )
     if engine.resumed is not None:
         console.sentence(f"going on from step {engine.resumed[0]} in {settings.placing.durable}")
         if engine.resumed[0] >= settings.steps:
@@ -265,37 +288,6 @@ def rate(settings: Train, step: int) -> float:
     return 1 - (1 - LR_FLOOR) * min(1.0, done)
 
 
-def steps(
-    settings: Train, model: nn.Module, optimizer: Any, corpus: data.Corpus, signals: Signals
-) -> Generator[dict[str, Any], None, None]:
-    """Trains; yields a record after each step."""
-    done, _ = optimizer.engine.resumed or (0, None)
-    optimizer.engine.user_state = lambda: {}  # All of it follows from the number of the step.
-    scheduler = LambdaLR(optimizer, lambda step: rate(settings, step), last_epoch=done - 1)
-    tokens = _tokens(settings)
-    started = time.perf_counter()
-    for step in range(done + 1, settings.steps + 1):
-        record: dict[str, Any] = {"kind": "step", "step": step}
-        with signals.hold():  # Until its record is told, too.
-            record["lr"] = scheduler.get_last_lr()[0]
-            with memory_short(f"in step {step}"):
-                record["loss"] = train_step(settings, model, optimizer, corpus, step)
-            if settings.placing.max_grad_norm is not None:
-                record["grad_norm"] = optimizer.grad_norm()
-            scheduler.step()
-            signals.where = f"after step {step} of {settings.steps}"
-            _check_finite(record["loss"], f"the loss is {record['loss']} at step {step}", settings)
-            now = time.perf_counter()
-            record |= {"step_s": now - started, "tokens_per_s": tokens / (now - started)}
-            started = now
-            yield record
-
-
-def _tokens(settings: Train) -> int:
-    """Tokens in a step."""
-    return settings.batch * settings.seq_len * settings.micro_batches
-
-
 def _check_finite(loss: float, found: str, settings: Train) -> None:
     if not math.isfinite(loss):
         raise ArithmeticError(
@@ -344,16 +336,6 @@ def next_byte_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     device = next(model.parameters()).device
     logits = model(inputs.to(device)).float()
     return F.cross_entropy(logits.flatten(0, 1), targets.to(device).flatten())
-
-
-def _heading(settings: Train, model: nn.Module, corpus: data.Corpus) -> str:
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    steps = "1 step" if settings.steps == 1 else f"{settings.steps} steps"
-    return (
-        f"{parameters:,} parameters ({settings.dtype}), {steps} of "
-        f"{settings.micro_batches * settings.batch} x {settings.seq_len} bytes\n"
-        f"on {corpus.name}: {len(corpus.training):,} bytes and {len(corpus.held_out):,} held out"
-    )
 
 
 def _emit(record: dict[str, Any]) -> None:
