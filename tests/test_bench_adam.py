@@ -75,7 +75,8 @@ def test_a_busy_machine_and_a_missing_kernel_are_told(monkeypatch, capsys):
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_stream_leaves_the_update_s_bytes_and_torch_does_the_same_job(name):
     format, elements = FORMATS[name], 8192 + 77
-    memory = bench_adam._mapped(bench_adam.needed_bytes(Adam(elements=str(elements))))
+    size = bench_adam.needed_bytes(Adam(elements=str(elements)))
+    memory = torch.empty(size, dtype=torch.uint8)
     figure = bench_adam._figure(format, elements, memory, 0.0)
     slots = sum(slot.items(elements) * getattr(torch, slot.dtype).itemsize for slot in format.slots)
     weight = getattr(torch, format.weight_dtype).itemsize * elements

@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 
-from offload.cli import EXIT_BAD_INPUT, console, data, display, in_flags, options, train
+from offload.cli import EXIT_BAD_INPUT, console, data, in_flags, options, train
 from offload.cli.flags import flag
 from offload.config import Config
 from tests.command import SHORT, run
@@ -178,7 +178,7 @@ def test_a_bar_on_the_terminal_leaves_standard_output_alone(monkeypatch):
     """`offload train --json > file`, started from a terminal."""
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     terminal = console.Output(file=io.StringIO(), force_terminal=True)
-    with display.Progress(terminal, 3):
+    with console.Progress(terminal):
         sys.stdout.write("a record\n")
     assert sys.stdout.getvalue() == "a record\n"
 

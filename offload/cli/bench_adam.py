@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import mmap
 import os
 import statistics
 import sys
@@ -31,14 +30,15 @@ from torch import Tensor, nn
 
 import cpu_adam
 from cpu_adam import FORMATS, AdamHyper, LionHyper, SGDHyper, StateFormat
+from cpu_adam.memory import on_huge_pages
 from offload.cli import Signals, bad_input, nearest
-from offload.cli.console import Output, bar, others_percent, processor
+from offload.cli.console import Output, Progress, others_percent, processor
 from offload.cli.flags import check_field, parse_flags
 from offload.planning.machine import host_free_bytes
 from offload.planning.tiers import format_bytes, parse_bytes
 
 THREADS_MAX, SECONDS_MAX = 1024, 3600
-SPACE_BYTES, HUGE_PAGE_BYTES = 17 << 12, 2 << 20
+SPACE_BYTES = 17 << 12
 ROUNDS_MIN, ROUNDS_MAX = 3, 100
 STEPS_DONE = 9
 """Steps that all states have behind them."""
@@ -142,11 +142,11 @@ def command(arguments: list[str]) -> None:
             f"{processor()}, {len(os.sched_getaffinity(0))} cores; torch {torch.__version__}"
         )
         figures: list[Figure] = []
-        with bar(remarks) as progress:
+        with Progress(remarks) as progress:
 
             def said(share: float, what: str) -> None:
                 signals.where = f"while measuring {what}"
-                progress(share, what)
+                progress.show(f"measuring {what}", share)
 
             for figure in measure(asked, threads, said):
                 console.sentence(str(figure))
@@ -185,7 +185,8 @@ def needed_bytes(asked: Adam) -> int:
 def measure(asked: Adam, threads: int, progress: Callable[[float, str], None]) -> Iterator[Figure]:
     """Measures format by format, and yields what was found."""
     started, torch_threads = time.perf_counter(), torch.get_num_threads()
-    memory, names = _mapped(needed_bytes(asked)), list(dict.fromkeys(asked.formats))
+    memory = on_huge_pages(torch.empty(needed_bytes(asked), dtype=torch.uint8))
+    names = list(dict.fromkeys(asked.formats))
     try:
         cpu_adam.set_threads(threads)
         torch.set_num_threads(threads)
@@ -196,17 +197,6 @@ def measure(asked: Adam, threads: int, progress: Callable[[float, str], None]) -
     finally:
         torch.set_num_threads(torch_threads)
         cpu_adam.set_threads(None)
-
-
-def _mapped(size: int) -> Tensor:
-    """Bytes on huge pages, where the system has them."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # What could be shared gets no huge pages.
-    held = mmap.mmap(-1, size + HUGE_PAGE_BYTES, flags=flags)
-    with contextlib.suppress(OSError):  # A kernel without them.
-        held.madvise(mmap.MADV_HUGEPAGE)
-    whole = torch.frombuffer(held, dtype=torch.uint8)
-    start = -whole.data_ptr() % HUGE_PAGE_BYTES
-    return whole[start : start + size]
 
 
 def _figure(format: StateFormat, elements: int, memory: Tensor, seconds: float) -> Figure:

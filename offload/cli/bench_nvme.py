@@ -20,7 +20,7 @@ import aio
 from aio.system import is_memory
 from cpu_adam import FORMATS
 from offload.cli import Signals, bad_input
-from offload.cli.console import Output, bar, others_percent
+from offload.cli.console import Output, Progress, others_percent
 from offload.cli.drive_fio import check_fio, compare
 from offload.cli.drive_load import DEPTHS, FILE_BYTES_UNIT, Figure, Load, Mode, search, settings
 from offload.cli.flags import check_field, parse_flags
@@ -171,12 +171,12 @@ def command(arguments: list[str]) -> None:
         )
         remarks.notes(notices)
         found: list[Found] = []
-        with bar(remarks) as progress, bad_input():
+        with Progress(remarks) as progress, bad_input():
             for number, path in enumerate(paths):
 
                 def said(share: float, what: str, done: int = number) -> None:
                     signals.where = f"while measuring {what}; nothing is left on disk"
-                    progress((done + share) / len(paths), what)
+                    progress.show(f"measuring {what}", (done + share) / len(paths))
 
                 found.append(measure(asked, path, backend, said))
                 _show(console, found[-1])

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import platform
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import psutil
+from rich import progress
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from offload.cli import in_flags
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+DRAWN_INTERVAL_S = 0.2
+"""Least time between two drawings on a terminal: drawing takes time from what is under way."""
 
 BUSY_PERCENT = 15
 """Of all processors' time: others may take as much before it is remarked on."""
@@ -45,29 +54,44 @@ def table(title: str, first: str, *numbers: str) -> Table:
     return made
 
 
-@contextlib.contextmanager
-def bar(console: Output) -> Iterator[Callable[[float, str], None]]:
-    """Progress as a bar on a terminal, elsewhere as a line for each thing that is measured."""
-    shown_as = Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=None),
-        TimeRemainingColumn(),
-        console=console,
-        disable=not console.is_terminal,
-        redirect_stdout=sys.stdout.isatty(),  # Else what goes to a file would come here.
-        expand=True,
-        transient=True,
-    )
-    task, shown = shown_as.add_task("preparing", total=1.0), set[str]()
+class Progress:
+    """What is under way: a bar on a terminal, else a plain line now and then. Entered meanwhile."""
 
-    def told(share: float, what: str) -> None:
-        if what not in shown and not console.is_terminal:
-            console.sentence(f"measuring {what}")
-        shown.add(what)
-        shown_as.update(task, completed=share, description=what)
+    def __init__(self, console: Output, interval_s: float = 0.0) -> None:
+        """`interval_s`: the least time between two lines where there is no terminal."""
+        self._console = console
+        self._interval_s = DRAWN_INTERVAL_S if console.is_terminal else interval_s
+        self._spoken = -math.inf
+        self._bar = progress.Progress(
+            progress.TextColumn("{task.description}", markup=False),
+            progress.BarColumn(bar_width=None),
+            progress.TextColumn("{task.fields[told]}"),
+            console=console,
+            auto_refresh=False,
+            disable=not console.is_terminal,
+            expand=True,
+            transient=True,
+            redirect_stdout=sys.stdout.isatty(),  # Else what goes to a file would come here.
+        )
+        self._task = self._bar.add_task("", total=1.0, told="")
 
-    with shown_as:
-        yield told
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._bar.stop()
+
+    def show(self, head: str, share: float, told: str = "") -> None:
+        """Shows that so much of `head` is done; what is done wholly is always shown."""
+        now = time.monotonic()
+        if share < 1 and now - self._spoken < self._interval_s:
+            return
+        self._spoken = -math.inf if share == 1 else now
+        self._bar.update(self._task, description=head, completed=share, told=told)
+        self._bar.refresh()
+        if not self._console.is_terminal:
+            self._console.print(f"{head}  {told}".rstrip(), highlight=False, soft_wrap=True)
 
 
 def others_percent() -> int:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import math
-import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 
-from rich import progress
-from rich.console import Console
 from rich.table import Table
 
-from offload.cli.console import table
+from offload.cli.console import Output, Progress, table
 from offload.planning.layout import Row, TierUse
 from offload.planning.tiers import TIERS, format_bytes
 from offload.runtime.stats import LaneUse
@@ -21,9 +17,8 @@ from offload.runtime.stats import LaneUse
 SMOOTHING = 0.9
 """Share that the smoothed loss keeps of its old value at each step."""
 
-PLAIN_INTERVAL_S, DRAWN_INTERVAL_S = 10.0, 0.2
-"""Least time between two lines of progress without a terminal, and between two drawings on one:
-drawing takes time from training."""
+PLAIN_INTERVAL_S = 10.0
+"""Least time between two lines of progress where there is no terminal."""
 
 RECENT_STEPS = 10
 """Speed and time left are means over so many steps."""
@@ -83,36 +78,15 @@ def _amount(count: int) -> str:
     return format_bytes(count) if count else "-"
 
 
-class Progress:
-    """Steps, loss, speed and time left while a run goes on: a bar on a terminal, else a plain line
-    now and then. Entered while it runs."""
+class TrainingProgress(Progress):
+    """Steps, loss, speed and time left."""
 
-    def __init__(self, console: Console, steps: int) -> None:
-        self._console = console
+    def __init__(self, console: Output, steps: int) -> None:
+        super().__init__(console, PLAIN_INTERVAL_S)
         self._steps = steps
         self._loss: float | None = None
-        self._spoken = -math.inf
         self._ends = deque([time.monotonic()], maxlen=RECENT_STEPS + 1)
         """When the last steps ended, behind the moment when the first of them began."""
-        self._bar = progress.Progress(
-            progress.TextColumn("{task.description}"),
-            progress.BarColumn(bar_width=None),
-            progress.TextColumn("{task.fields[told]}"),
-            console=console,
-            auto_refresh=False,
-            disable=not console.is_terminal,
-            expand=True,
-            transient=True,
-            redirect_stdout=sys.stdout.isatty(),  # Else what goes to a file would come here.
-        )
-        self._task = self._bar.add_task("step 0", total=steps, told="")
-
-    def __enter__(self) -> Progress:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self._bar.stop()
 
     def update(self, step: int, loss: float, tokens: int) -> None:
         """Shows that `step` (from 1), of so many tokens, is done."""
@@ -122,18 +96,8 @@ class Progress:
         mean_s = max(self._ends[-1] - self._ends[0], 1e-9) / (len(self._ends) - 1)
         left = timedelta(seconds=round(mean_s * (self._steps - step)))
         told = f"smoothed loss {self._loss:.3f}  {tokens / mean_s:,.0f} tokens/s  {left} left"
-        self._show(f"step {step}/{self._steps}", step, self._steps, told)
+        self.show(f"step {step}/{self._steps}", step / self._steps, told)
 
     def evaluating(self, number: int, count: int) -> None:
         """Shows that forward `number` (from 1) of `count` on held-out text begins."""
-        self._show(f"evaluating {number}/{count}", number - 1, count, "on held-out text")
-
-    def _show(self, head: str, done: int, of: int, told: str) -> None:
-        now, terminal = time.monotonic(), self._console.is_terminal
-        if done < of and now - self._spoken < (DRAWN_INTERVAL_S if terminal else PLAIN_INTERVAL_S):
-            return
-        self._spoken = -math.inf if done == of else now
-        self._bar.update(self._task, description=head, completed=done, total=of, told=told)
-        self._bar.refresh()
-        if not terminal:
-            self._console.print(f"{head}  {told}", highlight=False, soft_wrap=True)
+        self.show(f"evaluating {number}/{count}", (number - 1) / count, "on held-out text")

@@ -35,7 +35,11 @@ class Inspect:
 
 
 def command(arguments: Sequence[str]) -> int:
-    """Shows what is in a directory. Returns 0, or 1 where something is broken."""
+    """Shows what is in a directory. Returns 0, or 1 where something is broken.
+
+    Raises:
+        BadInput: the arguments, or there is nothing that is known.
+    """
     asked = parse_flags(Inspect, "offload inspect", arguments)
     from offload.checkpoint.inspection import inspect
 

@@ -63,7 +63,7 @@ def command(arguments: Sequence[str]) -> None:
             _introduce(console, settings, model, corpus, engine)
             reached = Reached()
             try:
-                with display.Progress(remarks, settings.steps) as progress:
+                with display.TrainingProgress(remarks, settings.steps) as progress:
                     _train(settings, model, optimizer, corpus, signals, progress, reached)
                     # Before what is no part of training.
                     reached.run = recording.run_of(engine, typed)
@@ -136,7 +136,7 @@ def _train(
     optimizer: Any,
     corpus: data.Corpus,
     signals: Signals,
-    progress: display.Progress,
+    progress: display.TrainingProgress,
     reached: Reached,
 ) -> None:
     """All steps, each told and counted when it is over; between two of them a run is stopped."""
@@ -170,7 +170,7 @@ def _judge(
     settings: Train,
     model: nn.Module,
     corpus: data.Corpus,
-    progress: display.Progress,
+    progress: display.TrainingProgress,
     reached: Reached,
 ) -> None:
     """The held-out loss, and a sample."""
