@@ -13,7 +13,7 @@ class Request:
     """A transfer under way."""
 
     def done(self) -> bool:
-        """Whether it is over, with its buffers given back, and counted in its file."""
+        """Whether it is over, with its buffers given back."""
 
     def wait(self) -> None:
         """Return when it is `done`, without the GIL until then."""

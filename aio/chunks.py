@@ -73,23 +73,23 @@ class Chunks:
         self._offsets = np.cumsum([0, *sizes])
         self._crc, self._name = crc, name
         self._lock = threading.Lock()
-        """Guards `_kept`, where no compiled code is at work."""
+        """Guards `_kept` and `_moved`, where no compiled code is at work."""
         self._kept = np.zeros((len(sizes), 8), np.int64)
         self._kept[:two_homes, _PROTECTED] = 1
         self._moved = np.zeros(2, np.int64)
-        """Bytes that compiled code has read and written."""
+        """Bytes read and written."""
         self.step = np.zeros(1, np.int64)
         """Stamped on what compiled code writes."""
 
     @property
     def bytes_read(self) -> int:
-        """Bytes read so far."""
-        return self.volume.bytes_read + int(self._moved[0])
+        """Bytes of chunks read so far."""
+        return int(self._moved[0])
 
     @property
     def bytes_written(self) -> int:
-        """Bytes written so far."""
-        return self.volume.bytes_written + int(self._moved[1])
+        """Bytes of chunks written so far."""
+        return int(self._moved[1])
 
     def entry(self, number: int) -> ChunkEntry | None:
         """The entry of a chunk; None if it is not readable."""
@@ -127,6 +127,8 @@ class Chunks:
                 for memory, ticket in transfers:
                     self._wait(ticket, number)
                     crc = self._crc(memory, crc)
+                with self._lock:
+                    self._moved[0] += self._size(number)
                 if crc != entry.crc:
                     raise self._mismatch(number, entry.crc, crc)
 
@@ -150,6 +152,7 @@ class Chunks:
                     kept = self._kept[number]
                     kept[_STEP:_PROTECTED] = step, crc, *kept[_STEP:_EARLIER_STEP], home
                     kept[_ENDED] = kept[_BEGUN]
+                    self._moved[1] += self._size(number)
 
     @contextmanager
     def _transfers(

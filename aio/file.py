@@ -50,7 +50,7 @@ class File(Region):
 
     Attributes:
         path: for messages; an unnamed file shows its directory.
-        bytes_read, bytes_written: totals so far.
+        filled: whether zeros were written into all of it, as space could not be reserved.
         fd: for backends. Nobody else may close it.
     """
 
@@ -70,8 +70,7 @@ class File(Region):
         self.direct = direct
         self.notice = notice
         self.memory_align_bytes, self.offset_align_bytes = align if direct else (1, 1)
-        self.bytes_read = 0
-        self.bytes_written = 0
+        self.filled = False
         self.fd = fd
         self.closed = False
         self._backend = backend

@@ -29,8 +29,7 @@ def create_scratch(directory: str | os.PathLike[str], bytes: int, backend: Backe
     switched off for the file where it can be, else told.
 
     Reserved is not written: a first write is slower than an overwrite (0.5 to 0.75 of its speed on
-    ext4). Where the file system cannot reserve, zeros are written instead, which
-    `File.bytes_written` counts.
+    ext4). Where the file system cannot reserve, zeros are written instead (`File.filled`).
 
     Args:
         directory: where; any number of files and processes may share it.
@@ -102,7 +101,7 @@ def _create(folder: str, name: str | None, bytes: int, backend: Backend) -> File
         notice = _join(folder, copying, notice, filled)
         direct = align is not None
         file = File(backend, fd, path, size, direct, notice, align or (1, 1))
-        file.bytes_written = size if filled else 0
+        file.filled = filled
         return file
     except BaseException:
         io.close(fd)

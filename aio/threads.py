@@ -243,9 +243,6 @@ class Shared:
             count -= count % piece.file.offset_align_bytes  # the rest must start aligned again
         piece.view, piece.offset = piece.view[count:], piece.offset + count
         piece.tries = 0 if count else piece.tries + 1
-        with self.changed:
-            piece.file.bytes_written += count if writing else 0
-            piece.file.bytes_read += 0 if writing else count
         if piece.tries <= RETRIES_MAX:
             return None
         reason = os.strerror(code) if code else "nothing was transferred"

@@ -172,16 +172,6 @@ class Volume(Region):
         self._backends = tuple(backends)
 
     @property
-    def bytes_read(self) -> int:
-        """Bytes read so far."""
-        return sum(file.bytes_read for file in self.files)
-
-    @property
-    def bytes_written(self) -> int:
-        """Bytes written so far."""
-        return sum(file.bytes_written for file in self.files)
-
-    @property
     def native(self) -> bool:
         """Whether all backends are compiled, and `native_parts` has an answer."""
         return all(hasattr(backend, "address") for backend in self._backends)

@@ -43,7 +43,6 @@ def test_short_transfers_retries_and_delays(seed):
         for ticket in [file.read_into(back[a:b], a) for a, b in pairs]:
             ticket.wait()
         assert np.array_equal(source, back), f"seed {seed}"
-        assert file.bytes_read == file.bytes_written == size
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])

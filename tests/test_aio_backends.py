@@ -180,9 +180,9 @@ def test_a_buffer_that_is_dropped_stays_until_it_is_written(name, tmp_path):
         opened(name, depth=2, piece_bytes=BLOCK) as backend,
         scratch(backend, 1 << 20, tmp_path) as file,
     ):
-        file.write_from(aligned(1 << 20, b"x" * (1 << 20)), 0)
+        ticket = file.write_from(aligned(1 << 20, b"x" * (1 << 20)), 0)
         back = aligned(1 << 20)
-        while not file.bytes_written:
+        while not ticket.done():
             file.read_into(back[:BLOCK], 0).wait()
         file.read_into(back, 0).wait()
         assert bytes(back[-5:]) == b"xxxxx"

@@ -40,7 +40,7 @@ void ChunkFlight::begin(const std::function<void(const Landed&)>& landed) noexce
             Transfer one{part.fd, transfer_.writing, part.align, {}};
             one.parts.push_back(
                 {chunk.memory + chunk.stride * slot_ + part.start, part.bytes, part.offset});
-            one.finished = [landed, at](const Failure& failure, int64_t) { landed({at, failure}); };
+            one.finished = [landed, at](const Failure& failure) { landed({at, failure}); };
             if (part.engine->submit(std::move(one)) == nullptr)
                 landed({at, {EBADF, Cause::refused, part.offset, part.bytes}});  // It is closed.
         }

@@ -33,7 +33,7 @@ std::unique_ptr<Queue> open_queue(Kind kind, int depth) {
 }  // namespace
 
 void Request::finish() {
-    if (transfer_.finished) transfer_.finished(failure_, moved_);
+    if (transfer_.finished) transfer_.finished(failure_);
     done_.set();
 }
 
@@ -247,13 +247,11 @@ void Engine::complete(Flight& flight, int64_t result) {
     if (result < 0) return end(flight, {.code = int(-result)});
     if (result == 0 && !flight.writing)
         return end(flight, {.code = EIO, .cause = Cause::end_of_file});
-    Request& request = *flight.request;
-    const int64_t moved = std::min(result, flight.bytes);
-    const int64_t kept = moved == flight.bytes ? moved : moved - moved % request.transfer_.align;
+    const int64_t moved = std::min(result, flight.bytes), align = flight.request->transfer_.align;
+    const int64_t kept = moved == flight.bytes ? moved : moved - moved % align;
     flight.data += kept;
     flight.offset += kept;
     flight.bytes -= kept;
-    request.moved_ += kept;
     if (flight.bytes == 0) return end(flight, {});
     if (kept == 0) return again(flight, 0);
     flight.tries = 0;

@@ -54,7 +54,7 @@ struct Transfer {
     int64_t align = 1;  // after a short transfer it goes on at a multiple of this
     std::vector<Part> parts;
     // Called once, by the engine's thread, before `done` is set. It must not wait for anything.
-    std::function<void(const struct Failure&, int64_t moved)> finished = {};
+    std::function<void(const struct Failure&)> finished = {};
 };
 
 enum class Cause { refused, end_of_file, no_progress, stopped };
@@ -83,7 +83,6 @@ private:
     size_t part_ = 0;    // the next bytes to be given to the queue: of which part,
     int64_t given_ = 0;  // and where in it
     int running_ = 0;    // pieces
-    int64_t moved_ = 0;
     Failure failure_;
     Signal done_;
 };

@@ -29,8 +29,6 @@ constexpr int64_t SLICE_NS = 100'000'000;  // after so long Ctrl-C is looked for
 struct Held {
     nb::object file;
     std::vector<Py_buffer> buffers;
-    bool writing = false;
-    int64_t moved = 0;
     Held* next = nullptr;
 
     ~Held() {
@@ -39,10 +37,6 @@ struct Held {
 };
 
 static std::atomic<Held*> over{nullptr};
-
-static void add(nb::handle file, const char* name, int64_t value) {
-    file.attr(name) = nb::cast<int64_t>(file.attr(name)) + value;
-}
 
 static Held* taken_off_list() {
     Held* first = over.load();
@@ -53,10 +47,7 @@ static Held* taken_off_list() {
 static void settle() {
     if (must_not_ask()) return;  // the system takes it all back
     const Passing to_free_memory;
-    while (Held* held = taken_off_list()) {
-        add(held->file, held->writing ? "bytes_written" : "bytes_read", held->moved);
-        delete held;
-    }
+    while (Held* held = taken_off_list()) delete held;
 }
 
 static void put_on_list(Held* held) {
@@ -125,7 +116,6 @@ static std::optional<PythonRequest> submit(Owned& engine, nb::object file, bool 
     auto held = std::make_unique<Held>();
     Transfer transfer{.fd = nb::cast<int>(file.attr("fd")), .writing = writing, .align = align};
     held->file = file;
-    held->writing = writing;
     for (nb::handle one : parts) {
         const auto part = nb::cast<nb::tuple>(one);
         Py_buffer buffer;
@@ -137,10 +127,7 @@ static std::optional<PythonRequest> submit(Owned& engine, nb::object file, bool 
             {static_cast<std::byte*>(buffer.buf), buffer.len, nb::cast<int64_t>(part[1])});
     }
     Held* const kept = held.get();
-    transfer.finished = [kept](const Failure&, int64_t moved) {
-        kept->moved = moved;
-        put_on_list(kept);
-    };
+    transfer.finished = [kept](const Failure&) { put_on_list(kept); };
     PythonRequest request{engine->submit(std::move(transfer))};
     if (request.inner == nullptr) return std::nullopt;
     held.release();

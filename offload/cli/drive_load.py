@@ -113,8 +113,7 @@ class Load:
         with contextlib.ExitStack() as opened:
             made = opened.enter_context(contextlib.closing(self._open(first, first.depth)))
             self.file = opened.enter_context(aio.create_scratch(directory, size, made))
-            # Zeros, where space cannot be reserved.
-            self.bytes_written = self.file.bytes_written
+            self.bytes_written = size if self.file.filled else 0
             self._run("write", first, unit, size // unit, math.inf)  # A first write is slower.
             self._stack = opened.pop_all()
         self.bytes_written_max = self.bytes_written
