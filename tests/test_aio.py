@@ -2,7 +2,6 @@
 
 import errno
 import itertools
-import os
 import random
 import re
 import threading
@@ -158,24 +157,6 @@ def test_bytes_in_flight_are_limited():
     with aio.ThreadBackend(6, io, **limits) as pool, scratch(pool, 32 * BLOCK) as file:
         file.write_from(aligned(32 * BLOCK), 0).wait()
     assert BLOCK <= io.most <= 2 * BLOCK
-
-
-def test_forked_child_touches_nothing(tmp_path):
-    with aio.ThreadBackend(2) as pool, scratch(pool, 4 * BLOCK, tmp_path) as file:
-        memory = aligned(BLOCK, b"x" * BLOCK)
-        file.write_from(memory, 0).wait()
-
-        def child():
-            for call in (lambda: file.read_into(memory, 0), lambda: scratch(pool)):
-                with pytest.raises(RuntimeError, match="fork"):
-                    call()
-            file.close()
-            pool.close()
-            os.fstat(file.fd)  # still open
-
-        assert in_child(child) == 0
-        file.read_into(memory, 0).wait()
-        assert bytes(memory) == b"x" * BLOCK
 
 
 def test_forked_child_does_not_wait_for_ever():
