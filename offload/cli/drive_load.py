@@ -94,16 +94,10 @@ def settings(backend: str, mode: Mode, file_bytes: int) -> list[Setting]:
 
 
 class Load:
-    """A scratch file without a name, written once, and memory for what is under way.
-
-    Args:
-        directory: where the file is to be.
-        size: bytes of the file, a multiple of FILE_BYTES_UNIT.
-        backend: name of the one that makes and fills the file.
-        io: a simulation in place of the system's calls.
-    """
+    """A scratch file without a name, written once, and memory for what is under way."""
 
     def __init__(self, directory: str, size: int, backend: str, io: aio.IO | None = None) -> None:
+        """`size`: a multiple of FILE_BYTES_UNIT; `io`: a simulation of the system's calls."""
         self._at = {False: 0, True: 0}
         self._bytes_per_s = 0.0  # the most that was seen
         self._io = io

@@ -80,13 +80,8 @@ def torch(version: str | None, error: str = "") -> Finding:
 def accelerator(
     in_use: str, built_for: str | None, error: str, root: Path, environment: Mapping[str, str]
 ) -> Finding:
-    """The compute device, beside what the driver under `root` says there is.
-
-    Args:
-        in_use: the accelerator that torch uses, in words; empty without.
-        built_for: what this torch was built for, such as `CUDA 12.8`; None for the CPU alone.
-        error: why torch cannot use what it was built for.
-    """
+    """The compute device, beside what the driver under `root` says there is: what torch uses in
+    words, what it was built for (None: the CPU alone), and why it cannot use that."""
     if in_use:
         return Finding("accelerator", "ok", f"{in_use} (torch built for {built_for})")
     if not (root / "proc/driver/nvidia").is_dir():
