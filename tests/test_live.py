@@ -53,7 +53,9 @@ def test_speed_and_time_left_are_of_the_last_steps(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(display.time, "monotonic", lambda: now[0])
     out = io.StringIO()
-    with display.TrainingProgress(Output(file=out, width=200, force_terminal=False), 1000) as progress:
+    with display.TrainingProgress(
+        Output(file=out, width=200, force_terminal=False), 1000
+    ) as progress:
         for step in range(1, 200):
             now[0] += 300.0 if step == 1 else 1.0
             progress.update(step, 1.0, 50)
@@ -68,7 +70,9 @@ def test_evaluating_is_told_from_its_first_forward(terminal, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(display.time, "monotonic", lambda: now[0])
     out = io.StringIO()
-    with display.TrainingProgress(Output(file=out, width=80, force_terminal=terminal), 1) as progress:
+    with display.TrainingProgress(
+        Output(file=out, width=80, force_terminal=terminal), 1
+    ) as progress:
         for number in range(1, 129):
             progress.evaluating(number, 128)
             now[0] += 1.0
