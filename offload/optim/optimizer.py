@@ -102,7 +102,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def rule(self) -> str:
-        """Its update rule."""
+        """The update rule."""
         return rule_of(self._original)
 
     def name_of(self, parameter: nn.Parameter) -> str:

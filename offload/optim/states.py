@@ -39,7 +39,6 @@ class States:
         self._chunks = ChunkCache(runner)
         self._plan = runner.plan
         self.steps: dict[ParameterKey, int] = {}
-        """Steps taken, by unit and parameter."""
         self.buffers: set[ParameterKey] = set()
         """Parameters whose momentum buffer (SGD) holds anything: after a step with momentum."""
 
