@@ -242,9 +242,6 @@ class RunDirectory:
     def made(self) -> None:
         """This rank has made the last commit that was begun."""
 
-    def made_by_all(self) -> None:
-        """All ranks have told that they have made it."""
-
     def wait(self) -> None:
         """Return once all ranks have made it."""
 
@@ -341,16 +338,12 @@ class RankDirectory(RunDirectory):
         """Count it where all ranks look."""
         self._group.count("commits")
 
-    def made_by_all(self) -> None:
-        """No more is there to wait for."""
-        self._all = self._number
-
     def wait(self) -> None:
         """Block until the counter says it."""
         if self._all < self._number:
             made = (self._number - self._first) * self._group.ranks
             self._group.wait_for_count("commits", made)
-            self.made_by_all()
+            self._all = self._number
 
 
 def run_directory(path: str, group: Any, *, resume: bool) -> RunDirectory:

@@ -239,8 +239,6 @@ class Commits:
 
     def wait(self) -> None:
         """Block until the commit that was begun is there, on all ranks."""
-        if self._thread is threading.current_thread():
-            return
         self._join()
         self._directory.wait()
 
@@ -270,15 +268,11 @@ class Commits:
         self._join()
         new = self._engine.steps != self._closed
         new = new or self._edited or self._versions != self._seen()
-        ranks = None if alone else self._engine.ranks
-        if ranks is not None:
-            new = ranks.failed(new)  # On any of them.
+        if self._engine.ranks is not None and not alone:
+            new = self._engine.ranks.failed(new)  # On any of them.
         if new:
             self.close_step()
-        self._join()
-        if ranks is not None:
-            ranks.failed(False)
-            self._directory.made_by_all()
+        self._join() if alone else self.wait()
 
     def loaded(self) -> None:
         """All values are those of another step, and so are the random numbers."""
