@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from offload.model.engine import Engine
-from offload.planning.machine import Machine, measured_speeds, striped
+from offload.planning.machine import Machine, measured_speeds
 from offload.program.compile import compile_program
 from offload.program.ops import OF_USER, Lane, Program, Verb
 from offload.program.predict import MODEL, predict
@@ -53,7 +53,7 @@ def run_of(engine: Engine, command: Sequence[str] | None = None) -> Run | None:
     parameters = [one for unit in units for one in unit.parameters]
     dtypes = ", ".join(dict.fromkeys(one.dtype for one in parameters))
     elements = sum(one.elements for one in parameters)
-    drive = striped(measured_speeds(engine.nvme_path))
+    both = [one.both_bytes_per_s if one else 0.0 for one in measured_speeds(engine.nvme_path)]
     spans = [_span(ran, zero, engine) for ran in sorted(trace.ran, key=lambda ran: ran.start)]
     for start, stop in trace.called:
         if start >= max(zero, trace.since):
@@ -69,7 +69,7 @@ def run_of(engine: Engine, command: Sequence[str] | None = None) -> Run | None:
         steps=engine.report().steps,
         homes=[(row.kind, row.tier, row.bytes) for row in engine.plan.rows()],
         tiers={t.tier: (t.resident_bytes + t.staging_bytes, t.budget_bytes) for t in tiers},
-        drive_bytes_per_s=drive.both_bytes_per_s if drive else 0.0,
+        drive_bytes_per_s=sum(both) if all(both) else 0.0,
         spans=spans,
         waits=[Wait(Lane(w.lane).value, w.start - zero, w.stop - zero) for w in trace.waited],
         stepped=[(one.number, one.at - zero, one.misses) for one in trace.stepped],

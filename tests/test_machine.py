@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from offload.planning.machine import (
-    Machine,
     cgroup_free_bytes,
     host_free_bytes,
     measured_speeds,
@@ -187,17 +186,12 @@ def test_measured_speeds_are_kept_and_used(tmp_path: Path, monkeypatch: pytest.M
     kept = tmp_path / "deep" / "machine.json"
     monkeypatch.setenv("OFFLOAD_MACHINE", str(kept))
     assert saved_speeds() == ({}, None)
-    before = probe((str(tmp_path),))
     assert save_speed(str(tmp_path / "not there yet"), SPEED) == kept
     assert list(kept.parent.iterdir()) == [kept]
     assert saved_speeds() == ({mount_point(str(tmp_path)): SPEED}, None)
-    found = probe((str(tmp_path),))
-    assert (found.disk_read_bytes_per_s, found.disk_write_bytes_per_s) == (5.123e9, 3e9)
-    assert probe().disk_read_bytes_per_s == before.disk_read_bytes_per_s
+    assert measured_speeds((str(tmp_path),)) == (SPEED,)
     save_speed("/proc", replace(SPEED, depth=4))
     assert {speed.depth for speed in saved_speeds()[0].values()} == {4, 8}
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert probe((str(tmp_path),)).disk_read_bytes_per_s == 2.5615e9
 
 
 DAMAGED = ("{", "[]", '{"drives": 1}', '{"drives": {"/": {"depth": 1}}}')
@@ -220,48 +214,19 @@ def test_damaged_speeds_are_as_none_and_said_to_be(
     assert list(saved_speeds()[0].values()) == [SPEED]
 
 
-def speeds_of(monkeypatch: pytest.MonkeyPatch, rates: dict[str, float | None]) -> None:
-    """Drives /a, /b ... that read at 4, write at 2 and do both at 3 times such rates."""
-    unit = replace(SPEED, read_bytes_per_s=4.0, write_bytes_per_s=2.0, both_bytes_per_s=3.0)
-    saved = {name: unit.scaled(rate) for name, rate in rates.items() if rate is not None}
-    monkeypatch.setattr("offload.planning.machine.saved_speeds", lambda: (saved, None))
-    monkeypatch.setattr("offload.planning.machine.mount_point", lambda path: path[:2])
-    places = [*rates]
-    monkeypatch.setattr(
-        "offload.planning.machine._usable", lambda path, asked: (10**12, places.index(path[:2]))
-    )
-
-
-def test_several_measured_drives_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    speeds_of(monkeypatch, {"/a": 6.0, "/b": 3.0, "/c": 1.0, "/d": None})
-    found = probe(("/a", "/b", "/c"))
-    assert shares_of(measured_speeds(("/a", "/b", "/c"))) == pytest.approx((0.6, 0.3, 0.1))
-    assert found.disk_read_bytes_per_s == pytest.approx(4 * 10)
-    assert found.disk_write_bytes_per_s == pytest.approx(2 * 10)
-    # One that was not measured: equal shares, and the speed is not known.
-    found = probe(("/a", "/d", "/b"))
-    assert shares_of(measured_speeds(("/a", "/d", "/b"))) == pytest.approx((1 / 3, 1 / 3, 1 / 3))
-    usual = Machine(device_bytes=1, cpu_bytes=1)
-    assert found.disk_read_bytes_per_s == usual.disk_read_bytes_per_s
-
-
-def test_directories_of_one_file_system_are_one_drive(monkeypatch: pytest.MonkeyPatch) -> None:
-    speeds_of(monkeypatch, {"/a": 6.0, "/b": 3.0})
-    found = probe(("/a/1", "/b", "/a/2"))
-    assert shares_of(measured_speeds(("/a/1", "/b", "/a/2"))) == pytest.approx((1 / 3,) * 3)
-    assert found.disk_read_bytes_per_s == pytest.approx(4 * 9)
-
-
-def test_a_drive_that_reads_slower_than_it_writes_is_waited_for(
+def test_files_are_striped_by_the_speed_of_both_directions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    speeds_of(monkeypatch, {"/a": 1.0, "/b": 1.0})
-    odd = replace(SPEED, read_bytes_per_s=1.0, write_bytes_per_s=5.0, both_bytes_per_s=3.0)
-    even = replace(odd, read_bytes_per_s=4.0, write_bytes_per_s=4.0)
-    saved = {"/a": odd, "/b": even}
+    rates = {"/a": 6.0, "/b": 3.0, "/c": 1.0}
+    saved = {mount: replace(SPEED, both_bytes_per_s=rate) for mount, rate in rates.items()}
     monkeypatch.setattr("offload.planning.machine.saved_speeds", lambda: (saved, None))
-    found = probe(("/a", "/b"))
-    assert (found.disk_read_bytes_per_s, found.disk_write_bytes_per_s) == pytest.approx((2, 8))
+    monkeypatch.setattr("offload.planning.machine.mount_point", lambda path: path[:2])
+    for paths, shares in (
+        (("/a", "/b", "/c"), (0.6, 0.3, 0.1)),
+        (("/a", "/d", "/b"), (1 / 3, 1 / 3, 1 / 3)),  # One that was not measured.
+        (("/a/1", "/b", "/a/2"), (1 / 3, 1 / 3, 1 / 3)),  # Two of one file system.
+    ):
+        assert shares_of(measured_speeds(paths)) == pytest.approx(shares)
 
 
 def test_where_speeds_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,8 @@ It takes as long as the slower axis for what a rank sends there, or as both, and
 neighbour in turn. What goes between nodes passes the device's PCIe beside the copies, in both
 directions: where that is too slow for both, each has half of it, or the one what the other leaves.
 
-`probe` reads this host, and the speeds of drives that `offload bench nvme` saved.
+`probe` reads this host. The speeds of drives that `offload bench nvme` saved are in a file of the
+user's cache.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class Machine:
 
 
 def probe(paths: tuple[str, ...] = (), *, device_free_bytes: int | None = None) -> Machine:
-    """This host: free bytes, divided by the ranks that share it, and the measured drive speeds.
+    """This host: free bytes, divided by the ranks that share it.
 
     Args:
         paths: directories of the nvme tier.
@@ -84,19 +85,11 @@ def probe(paths: tuple[str, ...] = (), *, device_free_bytes: int | None = None) 
     """
     ranks = ranks_on_host()
     host = host_free_bytes() // ranks
-    speeds = measured_speeds(paths)
-    found = Machine(
+    return Machine(
         device_bytes=host if device_free_bytes is None else device_free_bytes,
         cpu_bytes=host,
-        nvme_bytes=nvme_free_bytes(paths, shares_of(speeds)) // ranks,
+        nvme_bytes=nvme_free_bytes(paths, shares_of(measured_speeds(paths))) // ranks,
         device_is_cpu=device_free_bytes is None,
-    )
-    if (speed := striped(speeds)) is None:
-        return found
-    return replace(
-        found,
-        disk_read_bytes_per_s=speed.read_bytes_per_s / ranks,
-        disk_write_bytes_per_s=speed.write_bytes_per_s / ranks,
     )
 
 
@@ -228,38 +221,18 @@ class DriveSpeed:
     others_percent: int = 0
     """Share of all processors that other programs used meanwhile; 0 if negligible."""
 
-    def scaled(self, factor: float) -> DriveSpeed:
-        """So many times as fast."""
-        return replace(
-            self,
-            read_bytes_per_s=factor * self.read_bytes_per_s,
-            write_bytes_per_s=factor * self.write_bytes_per_s,
-            both_bytes_per_s=factor * self.both_bytes_per_s,
-        )
-
 
 def measured_speeds(paths: Sequence[str]) -> tuple[DriveSpeed | None, ...]:
-    """The measured speed of each directory's file system, of which several there have equal parts;
-    or None. A file of speeds that cannot be read is as none, and gives a RuntimeWarning."""
+    """What was measured of each directory's file system, whose speed of both directions those there
+    share equally; or None. A file that cannot be read is as none, and gives a RuntimeWarning."""
     saved, wrong = saved_speeds()
     if wrong:
         warnings.warn(wrong, RuntimeWarning, stacklevel=2)
     mounts = [mount_point(path) for path in paths]
     found = zip(mounts, map(saved.get, mounts))
-    return tuple(speed and speed.scaled(1 / mounts.count(mount)) for mount, speed in found)
-
-
-def striped(speeds: Sequence[DriveSpeed | None]) -> DriveSpeed | None:
-    """What drives do as one volume, where a transfer takes as long as the slowest needs for its
-    share; None where there are none, or one was not measured."""
-    known = [one.scaled(1 / share) for one, share in zip(speeds, shares_of(speeds)) if one]
-    if not known or len(known) < len(speeds):
-        return None
-    return replace(
-        known[0],
-        read_bytes_per_s=min(one.read_bytes_per_s for one in known),
-        write_bytes_per_s=min(one.write_bytes_per_s for one in known),
-        both_bytes_per_s=min(one.both_bytes_per_s for one in known),
+    return tuple(
+        speed and replace(speed, both_bytes_per_s=speed.both_bytes_per_s / mounts.count(mount))
+        for mount, speed in found
     )
 
 
