@@ -22,7 +22,10 @@ BYTES_MAX = 2**62
 
 def parse_bytes(text: str | int | float) -> int:
     """Bytes from a number or a text such as `"8GiB"`, `"500 MB"`, `"1.5g"` (as GB: 1.5 * 1000^3).
-    Raises ValueError for what is no size, or is negative, too large or a fraction of bytes."""
+
+    Raises:
+        ValueError: the text is not a size, or is negative, too large or a fraction of bytes.
+    """
     if isinstance(text, (int, float)) and not isinstance(text, bool):
         number, unit = text, ""
     else:
@@ -44,8 +47,10 @@ def parse_bytes(text: str | int | float) -> int:
 
 
 def format_bytes(count: int, *, up: bool = False) -> str:
-    """`count` bytes in the largest binary unit of which it is one or more: `1.50 GiB`; with `up`
-    rounded up, so that a budget of the size shown is enough."""
+    """`count` bytes in the largest binary unit of which it is one or more: `1.50 GiB`.
+
+    With `up` it is rounded up, so that a budget of the size shown is enough.
+    """
     size, units = float(count), iter(("B", "KiB", "MiB", "GiB", "TiB"))
     unit = next(units)
     while abs(size) >= 1024 and unit != "TiB":
