@@ -294,10 +294,10 @@ def lay_out(
     )
 
 
-def full_slots_bytes(profile: Profile, weight_slots: int) -> int:
-    """Bytes of the slots for full units; 0 with one rank."""
+def full_slots_bytes(profile: Profile) -> int:
+    """The least bytes of the slots for full units; 0 with one rank."""
     memory = _Memory()
-    memory.full_slots(profile, weight_slots)
+    memory.full_slots(profile, 1)
     return memory.used["device"]
 
 

@@ -192,10 +192,9 @@ class _Search:
         self.sizes = Sizes(profile, self.states)
         self.count = len(self.auto) * len(profile.units)
         values = zip(*(self.sizes.value[kind] for kind in self.auto))
-        slots = full_slots_bytes(profile, WEIGHT_SLOTS_MAX)
+        slots = full_slots_bytes(profile)
         self.at_least = [*itertools.accumulate(itertools.chain(*values), initial=slots)]
         """Bytes that so many values on the device take of it, but for other slots."""
-        self.at_least[0] = full_slots_bytes(profile, 1)
         self.device, self.cpu, self.nvme = cache(self._device), cache(self._cpu), cache(self._nvme)
 
     def fitting(self, budgets: Mapping[Tier, float]) -> Iterator[_Arrangement]:
