@@ -357,9 +357,9 @@ FIELDS = {"device": "device_memory", "cpu": "cpu_memory", "nvme": "nvme_space"}
 def test_what_a_refusal_asks_for_is_enough_and_the_least(profile: Profile, config: Config) -> None:
     if attempt(profile, config) is not None:
         return
-    search, budgets = _Search(profile, config, states_of(config)), budgets_of(config, HUGE)
+    search = _Search(profile, config, HUGE, "adam")
     for tier in TIERS:
-        needed = search.least(tier, budgets)
+        needed = search.least(tier, search.budgets)
         given = 1 << 60 if needed is None else needed - 1
         less = replace(config, **{FIELDS[tier]: given})  # type: ignore[arg-type]
         assert attempt(profile, less) is None
@@ -385,7 +385,7 @@ def test_the_search_finds_what_trying_everything_finds(
     profile: Profile, config: Config, data: st.DataObject
 ) -> None:
     """Budgets at the very edge of what some arrangement takes, or one byte less."""
-    search = _Search(profile, config, states_of(config))
+    search = _Search(profile, config, HUGE, "adam")
     taken = {
         (on_device, on_cpu, slots): {
             "device": search.device(on_device, slots),
@@ -415,10 +415,10 @@ def test_one_unit_of_one_element_needs_the_least_where_all_is_in_memory() -> Non
     """The weight at home on the device would pass through more of the cpu than it takes there."""
     profile = profile_of([unit("one", 1)])
     config = Config(device_memory="1GiB", cpu_memory=0, optimizer="cpu", gradients="cpu")
-    search, budgets = _Search(profile, config, states_of(config)), budgets_of(config, HUGE)
+    search = _Search(profile, config, HUGE, "adam")
     at_home = [search.cpu(on_device, 1) for on_device in (0, 1)]
     assert at_home[0] < at_home[1]
-    assert search.least("cpu", budgets) == at_home[0]
+    assert search.least("cpu", search.budgets) == at_home[0]
 
 
 def test_budgets_that_the_machine_does_not_have() -> None:

@@ -272,7 +272,8 @@ def test_what_values_take_at_least_is_no_more_than_they_take(
     profile = profile_of(units, sharding=Sharding(0, ranks, keeps and ranks > 1, gathers=ranks > 1))
     config = Config(nvme_path=("d",) if nvme else ())
     for accelerator in (False, True):
-        search = _Search(profile, config, StateChoice(on_accelerator=accelerator))
+        machine = Machine(device_bytes=0, cpu_bytes=0, device_is_cpu=not accelerator)
+        search = _Search(profile, config, machine, "adam")
         for on_device, slots in search.candidates():
             assert search.at_least[on_device] <= search.device(on_device, slots)
 

@@ -124,14 +124,13 @@ def plan(profile: Profile, config: Config, machine: Machine, *, rule: str = "ada
     Raises:
         BudgetError: no arrangement that the config allows fits the budgets or the machine.
     """
-    states = StateChoice(rule, config.states, on_accelerator=not machine.device_is_cpu)
-    budgets, search = budgets_of(config, machine), _Search(profile, config, states)
-    for arrangement in search.fitting(budgets):
-        found = search.plan_of(arrangement, budgets)
+    search = _Search(profile, config, machine, rule)
+    for arrangement in search.fitting(search.budgets):
+        found = search.plan_of(arrangement)
         if lack := _lack({tier: found.taken_bytes(tier) for tier in TIERS}, config, machine):
             raise BudgetError(lack)
         return found
-    raise BudgetError(_refusal(search, budgets, config, machine))
+    raise BudgetError(_refusal(search))
 
 
 def remarks(found: Plan, config: Config, machine: Machine) -> Iterator[str]:
@@ -181,8 +180,10 @@ class _Search:
     places no value slower than one for smaller budgets.
     """
 
-    def __init__(self, profile: Profile, config: Config, states: StateChoice) -> None:
-        self.profile, self.states = profile, states
+    def __init__(self, profile: Profile, config: Config, machine: Machine, rule: str) -> None:
+        self.profile, self.config, self.machine = profile, config, machine
+        self.budgets = budgets_of(config, machine)
+        self.states = StateChoice(rule, config.states, on_accelerator=not machine.device_is_cpu)
         self.clips, self.open = config.max_grad_norm is not None, bool(config.nvme_path)
         self.early = config.micro_batches is not None and not self.clips
         choices = (config.params, config.gradients, config.optimizer)
@@ -254,11 +255,17 @@ class _Search:
             tiers.append([tier for tier, count in counts.items() for _ in range(count)])
         return [Placement(*homes) for homes in zip(*tiers)]
 
-    def plan_of(self, arrangement: _Arrangement, budgets: Mapping[Tier, int] = {}) -> Plan:
+    def other(self, **changes: Any) -> _Search:
+        """That with changes to the config."""
+        changed = replace(self.config, **changes)
+        return _Search(self.profile, changed, self.machine, self.states.rule)
+
+    def plan_of(self, arrangement: _Arrangement) -> Plan:
+        """Down to the byte."""
         return lay_out(
             self.profile,
             self.placements(arrangement.on_device, arrangement.on_cpu),
-            budgets=budgets,
+            budgets=self.budgets,
             clips=self.clips,
             states=self.states,
             sizes=self.sizes,
@@ -320,8 +327,9 @@ def _lack(taken: Mapping[Tier, int], config: Config, machine: Machine) -> str:
     return ""
 
 
-def _refusal(search: _Search, budgets: dict[Tier, int], config: Config, machine: Machine) -> str:
+def _refusal(search: _Search) -> str:
     """Why nothing fits: what is asked, a table of needed and given by tier, ways out."""
+    config, machine, budgets = search.config, search.machine, search.budgets
     free = {"cpu": machine.cpu_bytes, "nvme": machine.nvme_bytes}
     free["device"] = machine.cpu_bytes if machine.device_is_cpu else machine.device_bytes
     needed = {tier: search.least(tier, budgets) for tier in TIERS}
@@ -346,19 +354,15 @@ def _refusal(search: _Search, budgets: dict[Tier, int], config: Config, machine:
         "needed: "
         + ("the least of one tier, while the others stay as given" if alone else "of all together")
     )
-    lines.append(_likely_cause(search, needed, budgets, config))
-    ways = [f"  {way}" for way in _ways_out(search, needed, budgets, config, machine)]
+    lines.append(_likely_cause(search, needed))
+    ways = [f"  {way}" for way in _ways_out(search, needed)]
     first = "try one of these (all other fields as they are):"
     none = "no budget that this machine has would do: try a smaller model, or a larger machine"
     return "\n".join([*lines, *([first, *ways] if ways else [none])])
 
 
-def _likely_cause(
-    search: _Search,
-    needed: Mapping[Tier, int | None],
-    budgets: Mapping[Tier, int],
-    config: Config,
-) -> str:
+def _likely_cause(search: _Search, needed: Mapping[Tier, int | None]) -> str:
+    config, budgets = search.config, search.budgets
     if config.nvme_path and budgets["nvme"] == 0 and config.nvme_space is None:
         paths = " or ".join(config.nvme_path)
         return f"likely nothing is free on Config.nvme_path={paths}"
@@ -379,17 +383,9 @@ def _likely_cause(
     return "likely too little is free: by default each budget is a share of what is free"
 
 
-def _ways_out(
-    search: _Search,
-    needed: Mapping[Tier, int | None],
-    budgets: Mapping[Tier, int],
-    config: Config,
-    machine: Machine,
-) -> Iterator[str]:
+def _ways_out(search: _Search, needed: Mapping[Tier, int | None]) -> Iterator[str]:
     """Changes to the config that fit this machine."""
-
-    def other(states: StateChoice = search.states, **changes: Any) -> _Search:
-        return _Search(search.profile, replace(config, **changes), states)
+    config, machine, budgets = search.config, search.machine, search.budgets
 
     def lacks(taken: Mapping[Tier, int]) -> str:
         return _lack({**taken, "nvme": 0}, config, machine)  # A drive can be another.
@@ -403,21 +399,21 @@ def _ways_out(
         if amount is not None and amount > budgets[tier] and fits(search, {tier: amount}):
             offered.append({tier: amount})
             yield _as_fields(offered[-1], machine)
-    for one in (search,) if search.open else (search, other(nvme_path="DIR")):
+    for one in (search,) if search.open else (search, search.other(nvme_path="DIR")):
         taken = one.taken(one.smallest())
         raised = {tier: amount for tier, amount in taken.items() if amount > budgets[tier]}
         covered = any(all(raised.get(tier, 0) >= way[tier] for tier in way) for way in offered)
         if not covered and not lacks(taken):
             offered.append(raised)
             yield _as_fields(raised, machine if one is search else None)
-    left = other(params="auto", gradients="auto", optimizer="auto")
+    left = search.other(params="auto", gradients="auto", optimizer="auto")
     if len(search.auto) < len(left.auto) and fits(left, {}):
         kinds = ("params", "gradients", "optimizer")
         changed = [f'{kind}="auto"' for kind in kinds if getattr(config, kind) != "auto"]
         yield f"Config({', '.join(changed)})"
-    compact = replace(search.states, states="compact")
-    if compact.supports(search.profile.units) and fits(other(compact), {}):
-        yield 'Config(states="compact"), the moments in a byte each: close, but not bit for bit'
+    with suppress(ValueError):  # Weights of float32 have no compact states.
+        if fits(search.other(states="compact"), {}):
+            yield 'Config(states="compact"), the moments in a byte each: close, but not bit for bit'
 
 
 def _as_fields(raised: Mapping[Tier, int], machine: Machine | None) -> str:

@@ -374,15 +374,6 @@ class StateChoice:
         """The state format of trainable weights of a dtype."""
         return format_for(weight_dtype, self.states, self.rule)
 
-    def supports(self, units: Iterable[Unit]) -> bool:
-        """Whether every dtype that is trained in `units` has such a format."""
-        try:
-            for dtype in {u.segments[chunk.segment].dtype for u in units for chunk in u.chunks}:
-                self.format(dtype)
-        except ValueError:
-            return False
-        return True
-
     def scratch_bytes(self, unit: Unit, chunk: Chunk) -> int:
         """Bytes of the workspace in which torch updates a chunk."""
         coded = self.format(unit.segments[chunk.segment].dtype).coded
