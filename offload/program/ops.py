@@ -75,10 +75,7 @@ class Verb(str, Enum):
     """The optimizer's step on a unit."""
 
 
-COLLECTIVE = (Verb.GATHER, Verb.EXCHANGE)
-"""What all ranks do together."""
-
-OF_USER = (Verb.FORWARD, Verb.BACKWARD, Verb.COLLECT, *COLLECTIVE, Verb.FOLD)
+OF_USER = (Verb.FORWARD, Verb.BACKWARD, Verb.COLLECT, Verb.GATHER, Verb.EXCHANGE, Verb.FOLD)
 """Compute of the user's own modules and autograd, and what the same thread does between them."""
 
 ALL_CHUNKS = -1
