@@ -2,8 +2,8 @@
 
 [Note: Reference]
 No thread is here. What is started waits; whoever needs an op, to compute or to look at a home, does
-all that it waits for first, in the order of `waits`, and so gets what any order of lanes gives. It
-overlaps nothing. It serves where the native runner does not, and tests hold that one against it.
+all that it waits for first, in the order of its start, and so gets what any order of lanes gives.
+It overlaps nothing. It serves where the native runner does not, and tests hold that one against it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -200,20 +201,14 @@ class Reference:
         """Start nothing more."""
 
     def _due(self, task: Task) -> list[Task]:
-        """What is to be done before `task`, in order; each once."""
-        found = list[Task]()
-        seen, stack = {task}, [(task, iter(task.waits))]
+        """What is to be done before `task`, in the order of its start; each once."""
+        found, stack = set[Task](), list(task.waits)
         while stack:
-            one, waits = stack[-1]
-            if (following := next((it for it in waits if it not in seen), None)) is not None:
-                seen.add(following)
-                if not following.over or following.cancelled:
-                    stack.append((following, iter(following.waits)))
-                continue
-            stack.pop()
-            if one is not task and not one.over:
-                found.append(one)
-        return found
+            one = stack.pop()
+            if one not in found and (one.cancelled or not one.over):
+                found.add(one)
+                stack += one.waits
+        return sorted((one for one in found if not one.over), key=attrgetter("serial"))
 
     def _do(self, tasks: Iterable[Task]) -> bool:
         """Do these, in order; whether none has failed."""
