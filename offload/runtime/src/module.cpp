@@ -261,10 +261,7 @@ NB_MODULE(_runner, module) {
                 std::rethrow_exception(failure);
         })
         .def("stop", &Runner::stop, nb::arg("closing"), nb::call_guard<WithoutGil>())
-        .def("used", [](Runner& runner, int lane) {
-            const Used now = runner.used(lane);
-            return std::tuple(now.busy_s, now.bytes, now.operations);
-        })
+        .def("used", &Runner::used)
         .def("ran", &Runner::ran);
     module.def("open", &open_runner, nb::arg("lanes"), nb::arg("disk"), nb::arg("slots"),
                nb::arg("kept"), nb::arg("driver").none(), nb::arg("pace").none(),

@@ -230,11 +230,11 @@ TaskPtr Runner::first(int number) {
     return task == nullptr ? nullptr : task->shared_from_this();
 }
 
-Used Runner::used(int lane) {
+std::tuple<double, int64_t, int64_t> Runner::used(int number) {
     const Turn turn(*this);
-    Used used = lanes_[lane].used;
-    if (lanes_[lane].flying_bytes > 0) used.busy_s += now() - lanes_[lane].flying_since;
-    return used;
+    const Lane& lane = lanes_[number];
+    const double flying_s = lane.flying_bytes > 0 ? now() - lane.flying_since : 0;
+    return {lane.used.busy_s + flying_s, lane.used.bytes, lane.used.operations};
 }
 
 std::vector<Ran> Runner::ran() {

@@ -116,8 +116,8 @@ public:
     // Start nothing more, and end all waits; with `closing`, the lanes too, once what is under way
     // has ended. It raises nothing.
     void stop(bool closing);
-    // What a lane has done.
-    Used used(int lane);
+    // Seconds, bytes and operations of what a lane has done.
+    std::tuple<double, int64_t, int64_t> used(int lane);
     // The last works and computes of the user, in the order of their end.
     std::vector<Ran> ran();
 
