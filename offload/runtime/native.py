@@ -34,7 +34,7 @@ from offload.runtime.works import Add, At, Copy, Job, Squares, Transfer, Update,
 RUNNER_VARIABLE = "OFFLOAD_RUNNER"
 """Environment variable: `python` runs everything in Python, by the reference, where C++ could."""
 
-RUNNER_VERSION = 12
+RUNNER_VERSION = 13
 """Of the native runner, as `src/module.cpp` has it."""
 
 _LANES = tuple(Lane)

@@ -191,7 +191,7 @@ static bool waiting(Runner& runner, Task& task, double seconds) {
 
 NB_MODULE(_runner, module) {
     nb::set_leak_warnings(false);  // a model that is still attached at exit holds its ops
-    module.attr("VERSION") = 12;  // as offload/runtime/native.py has it
+    module.attr("VERSION") = 13;  // as offload/runtime/native.py has it
     nb::class_<Task>(module, "Task", nb::dynamic_attr())
         .def_ro("serial", &Task::serial)
         .def_ro("of_user", &Task::of_user)
