@@ -6,6 +6,10 @@ import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from aio.system import IO
 
 _ADVICE = {
     errno.ENOSPC: (
@@ -100,11 +104,13 @@ def os_error(
 
 
 @contextmanager
-def naming(asked: str, path: str) -> Iterator[None]:
-    """What the system refuses in this context is told as `os_error` does: a `flush` of `path`."""
+def naming(asked: str, path: str, io: IO | None = None) -> Iterator[None]:
+    """What the system refuses in this context is told as `os_error` does: a `flush` of `path`. With
+    `io` the bytes free there are told, too, where space is what is missing."""
     try:
         yield
     except OSError as error:
         if error.errno is None:  # Somebody's own words.
             raise
-        raise os_error(error.errno, asked, path) from error
+        free = None if io is None else io.free_bytes(path)
+        raise os_error(error.errno, asked, path, free=free) from error

@@ -8,7 +8,7 @@ import os
 import secrets
 from collections.abc import Callable, Sequence
 
-from aio.errors import os_error
+from aio.errors import naming
 from aio.file import Backend, File
 from aio.system import ALIGN_BYTES, COPY_ON_WRITE, IO, MEMORY_FILE_SYSTEMS
 
@@ -65,7 +65,7 @@ def open_file(path: str | os.PathLike[str], bytes: int, backend: Backend) -> Fil
     backend.check_process()
     io, path = backend.io, os.path.abspath(os.fspath(path))
     size = -(-bytes // ALIGN_BYTES) * ALIGN_BYTES
-    try:
+    with naming(f"file of {size} bytes", path):
         fd = io.open(path, _THERE, 0)
         try:
             if os.fstat(fd).st_size != size:
@@ -75,8 +75,6 @@ def open_file(path: str | os.PathLike[str], bytes: int, backend: Backend) -> Fil
         except BaseException:
             io.close(fd)
             raise
-    except OSError as error:
-        raise os_error(error.errno or errno.EIO, f"file of {size} bytes", path) from error
     return File(backend, fd, path, size, align is not None, notice, align or (1, 1))
 
 
@@ -85,19 +83,13 @@ def _create(folder: str, name: str | None, bytes: int, backend: Backend) -> File
     size = -(-bytes // ALIGN_BYTES) * ALIGN_BYTES
     asked = f"{'scratch ' if name is None else ''}file of {size} bytes"
     io, path = backend.io, os.path.join(folder, name or "(unnamed scratch file)")
-    try:
+    with naming(asked, folder, io):
         fd = _open_unnamed(io, folder) if name is None else io.open(path, _NEW, 0o600)
-    except OSError as error:
-        free = io.free_bytes(folder)
-        raise os_error(error.errno or errno.EIO, asked, folder, free=free) from error
     try:
-        try:
+        with naming(asked, folder, io):
             copying = _write_in_place(io, fd)
             filled = _reserve(io, fd, size)
             align, notice = turn_direct_on(io, fd, writing=True)
-        except OSError as error:
-            free = io.free_bytes(folder)
-            raise os_error(error.errno or errno.EIO, asked, folder, free=free) from error
         notice = _join(folder, copying, notice, filled)
         direct = align is not None
         file = File(backend, fd, path, size, direct, notice, align or (1, 1))
