@@ -19,7 +19,6 @@ import os
 import statistics
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
@@ -32,7 +31,7 @@ import cpu_adam
 from cpu_adam import FORMATS, AdamHyper, LionHyper, SGDHyper, StateFormat
 from cpu_adam.memory import on_huge_pages
 from offload.cli import Signals, bad_input, nearest
-from offload.cli.console import Output, Progress, others_percent, processor
+from offload.cli.console import Output, Progress, others_percent, processor, warnings_of
 from offload.cli.flags import check_field, parse_flags
 from offload.planning.machine import host_free_bytes
 from offload.planning.tiers import format_bytes, parse_bytes
@@ -129,9 +128,7 @@ def command(arguments: list[str]) -> None:
                     "cause: more parameters than this machine, or the limit of its container, has "
                     "room for; try: --elements 1Mi"
                 )
-        with warnings.catch_warnings(record=True):  # Told below.
-            warnings.simplefilter("always")
-            kernel = cpu_adam.kernel()
+        kernel, _ = warnings_of(cpu_adam.kernel)  # Told below.
         if kernel.native is None:
             remarks.notes([f"the Python reference serves ({kernel.reason})"])
         if busy := others_percent():

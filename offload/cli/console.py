@@ -7,8 +7,9 @@ import math
 import platform
 import sys
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 import psutil
 from rich import progress
@@ -19,6 +20,8 @@ from offload.cli import in_flags
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+Returned = TypeVar("Returned")
 
 DRAWN_INTERVAL_S = 0.2
 """Least time between two drawings on a terminal: drawing takes time from what is under way."""
@@ -92,6 +95,14 @@ class Progress:
         self._bar.refresh()
         if not self._console.is_terminal:
             self._console.print(f"{head}  {told}".rstrip(), highlight=False, soft_wrap=True)
+
+
+def warnings_of(call: Callable[[], Returned]) -> tuple[Returned, list[str]]:
+    """What a call returns, and what it warns of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        returned = call()
+    return returned, [str(one.message) for one in caught]
 
 
 def others_percent() -> int:

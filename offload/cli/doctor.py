@@ -19,7 +19,7 @@ from rich.text import Text
 import aio
 from aio.system import COPY_ON_WRITE
 from offload.cli import EXIT_FAILED, findings
-from offload.cli.console import Output
+from offload.cli.console import Output, warnings_of
 from offload.cli.findings import Finding
 from offload.cli.flags import parse_flags
 from offload.planning.machine import (
@@ -141,16 +141,12 @@ def _quota() -> float | None:
 
 
 def _kernels() -> Finding:
-    import warnings
-
     from cpu_adam import choice
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
-        try:
-            found = choice.kernel()
-        except ValueError as error:
-            return findings.refused("update", error, "unset the variable that it names")
+    try:
+        found, _ = warnings_of(choice.kernel)
+    except ValueError as error:
+        return findings.refused("update", error, "unset the variable that it names")
     return findings.kernels(found.name, found.reason)
 
 
@@ -174,8 +170,6 @@ def _directory(path: str, *, asked: bool) -> tuple[Finding, str]:
 
 def _trained(torch: Any, paths: Sequence[str]) -> Finding:
     """What comes of a training step of a very small model, its states where they would be."""
-    import warnings
-
     import offload
 
     tier: Any = "nvme" if paths else "cpu"
@@ -185,9 +179,8 @@ def _trained(torch: Any, paths: Sequence[str]) -> Finding:
         config = offload.Config(
             params="cpu", gradients="cpu", optimizer=tier, nvme_path=tuple(paths)
         )
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # A finding of its own says it.
-            model, optimizer = offload.attach(model, optimizer, config)
+        # What it warns of is a finding of its own.
+        (model, optimizer), _ = warnings_of(lambda: offload.attach(model, optimizer, config))
         with optimizer.engine:
             model(torch.ones(1, 64)).sum().backward()
             optimizer.step()

@@ -7,10 +7,9 @@ import json
 import math
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +20,7 @@ import cpu_adam
 import offload
 from offload import recording, reporting
 from offload.cli import BadInput, Signals, Stopped, bad_input, data, display, gpt
-from offload.cli.console import Output
+from offload.cli.console import Output, warnings_of
 from offload.cli.options import Train, parse, translation
 from offload.planning.machine import ranks_of_job
 from offload.planning.tiers import format_bytes
@@ -31,8 +30,6 @@ from offload.runtime.stats import Report
 
 LR_FLOOR = 0.05
 """Share of the peak learning rate that is left at the last step."""
-
-_Returned = TypeVar("_Returned")
 
 
 def command(arguments: Sequence[str]) -> None:
@@ -54,9 +51,9 @@ def command(arguments: Sequence[str]) -> None:
     remarks.notes(corpus.notices)
     with Signals() as signals:
         with bad_input():
-            remarks.notes(_warnings_of(cpu_adam.kernel)[1])
+            remarks.notes(warnings_of(cpu_adam.kernel)[1])
             remarks.sentence(f"making the model, {settings.size}...")
-            (model, optimizer), told = _warnings_of(lambda: build(settings))
+            (model, optimizer), told = warnings_of(lambda: build(settings))
         with optimizer.engine as engine:
             known = engine.notices
             remarks.notes([*told, *known])
@@ -87,14 +84,6 @@ def command(arguments: Sequence[str]) -> None:
                 _conclude(console, settings, reached)
             finally:
                 _leave(remarks, reached)
-
-
-def _warnings_of(call: Callable[[], _Returned]) -> tuple[_Returned, list[str]]:
-    """What a call returns, and what it warns of."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        returned = call()
-    return returned, [str(one.message) for one in caught]
 
 
 @contextlib.contextmanager
