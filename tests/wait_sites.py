@@ -247,8 +247,8 @@ WAITS = (
     Wait(
         "memory: before all of it is given back",
         "runtime/memory",
-        "            self._device.drain_all()\n        self._homes, self._slots",
-        "            pass\n        self._homes, self._slots",
+        "            self._device.drain_all()\n        for arena in self.arenas.values():",
+        "            pass\n        for arena in self.arenas.values():",
         ("test_memory",),
     ),
     Wait(
