@@ -263,6 +263,9 @@ def encode(
 
 ULPS = (0, 1, -1, 2, -2)
 
+RESTORED_ELEMENTS = 1 << 20
+"""That are restored at once: the temporaries take some ten times their bytes."""
+
 
 def restore(
     moments: Mapping[str, Tensor],
@@ -277,31 +280,40 @@ def restore(
     few numbers several may fit; `scales`, those of the record, say which it was, so that the record
     is the same. Where none fits, the moments come from elsewhere, and the scale is a power of two.
     """
-    for code in (MOMENTUM, VARIANCE):
-        x = _of_groups(moments[code.name])
-        largest = x.abs().amax(1)
-        binade = (largest.view(torch.int32) & 0xFF << 23).view(torch.float32)
-        codes, found_scales = _nearest(code, x, binade.masked_fill(largest < TINY, 1.0))
-        left = found_scales > 0  # groups whose scale is still looked for
-        known = (scales or {}).get(code.scale)
-        tries = product((True, False) if known is not None else (False,), ULPS, range(STEPS))
-        for exact, ulps, step in tries:
-            scale = largest / (1 + step / STEPS)
-            scale = (scale.view(torch.int32) + ulps).view(torch.float32)
-            some = (x[:, :8] / scale[:, None]).view(torch.int32)
-            some = (some + 8 & (1 << CODE_BITS) - 1) <= 16  # almost levels
-            rows = (left & some.all(1)).nonzero().view(-1)
-            if not len(rows):
-                continue
-            found, scale = _nearest(code, x[rows], scale[rows])
-            decoded = code.levels(found) * scale[:, None]
-            fits = ((decoded == x[rows]) | (x[rows] == 0.0)).all(1)  # 0 behind the last element
-            if exact and known is not None:
-                fits &= scale == known[rows]
-            rows = rows[fits]
-            codes[rows], found_scales[rows], left[rows] = found[fits], scale[fits], False
-        slots[code.name].copy_(codes.view(-1)[: slots[code.name].numel()])
-        slots[code.scale].copy_(found_scales)
+    elements, known = slots[MOMENTUM.name].numel(), scales or {}
+    for code, first in product((MOMENTUM, VARIANCE), range(0, elements, RESTORED_ELEMENTS)):
+        span = slice(first, first + RESTORED_ELEMENTS)
+        groups = slice(first // GROUP_ELEMENTS, (first + RESTORED_ELEMENTS) // GROUP_ELEMENTS)
+        scale = known[code.scale][groups] if code.scale in known else None
+        codes, found_scales = _restored(code, _of_groups(moments[code.name][span]), scale)
+        there = slots[code.name][span]
+        there.copy_(codes.view(-1)[: there.numel()])
+        slots[code.scale][groups].copy_(found_scales)
+
+
+def _restored(code: Code, x: Tensor, known: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Codes and scales of moments, a row for each group, of which the scales may be known."""
+    largest = x.abs().amax(1)
+    binade = (largest.view(torch.int32) & 0xFF << 23).view(torch.float32)
+    codes, scales = _nearest(code, x, binade.masked_fill(largest < TINY, 1.0))
+    left = scales > 0  # groups whose scale is still looked for
+    tries = product((True, False) if known is not None else (False,), ULPS, range(STEPS))
+    for exact, ulps, step in tries:
+        scale = largest / (1 + step / STEPS)
+        scale = (scale.view(torch.int32) + ulps).view(torch.float32)
+        some = (x[:, :8] / scale[:, None]).view(torch.int32)
+        some = (some + 8 & (1 << CODE_BITS) - 1) <= 16  # almost levels
+        rows = (left & some.all(1)).nonzero().view(-1)
+        if not len(rows):
+            continue
+        found, scale = _nearest(code, x[rows], scale[rows])
+        decoded = code.levels(found) * scale[:, None]
+        fits = ((decoded == x[rows]) | (x[rows] == 0.0)).all(1)  # 0 behind the last element
+        if exact and known is not None:
+            fits &= scale == known[rows]
+        rows = rows[fits]
+        codes[rows], scales[rows], left[rows] = found[fits], scale[fits], False
+    return codes, scales
 
 
 def _nearest(code: Code, x: Tensor, unit: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 import cpu_adam
 from cpu_adam import FORMATS, AdamHyper, compact, reference, views
-from cpu_adam.formats import GROUP_ELEMENTS
-from cpu_adam.torch_state import from_plain, to_plain
+from cpu_adam.formats import DEVICE_BLOCK_ELEMENTS, GROUP_ELEMENTS
+from cpu_adam.torch_state import from_plain, scales, to_plain
 
 COMPACT = FORMATS["compact"]
 CPU = torch.device("cpu")
@@ -128,6 +128,20 @@ def test_what_was_restored_decodes_to_the_same_bits() -> None:
     from_plain(to_plain(codes, COMPACT), again, COMPACT)
     for name, slot in codes.items():
         assert torch.equal(again[name], slot), name
+
+
+def test_a_span_larger_than_a_block_is_restored() -> None:
+    some, times = State(1 << 16), DEVICE_BLOCK_ELEMENTS // (1 << 16) + 1
+    encode(
+        {"exp_avg": random(1 << 16, 1, 3), "exp_avg_sq": random(1 << 16, 2).abs()}, some.slots, 5
+    )
+    one, other = ({name: x.repeat(times) for name, x in some.slots.items()} for _ in range(2))
+    for slot in other.values():
+        slot.zero_()
+    moments = to_plain(one, COMPACT)
+    from_plain(moments | scales(one, COMPACT), other, COMPACT)
+    for name, found in to_plain(other, COMPACT).items():
+        assert torch.equal(found, moments[name]), name
 
 
 @pytest.mark.parametrize("decades", [0, 3, 10])

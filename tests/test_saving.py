@@ -21,6 +21,7 @@ from torch import nn
 import aio
 import offload
 from cpu_adam import CPULion
+from offload.checkpoint import saving
 from offload.planning import planner
 from tests.forked import Forked
 from tests.training import (
@@ -83,6 +84,7 @@ def test_a_run_goes_on_with_the_same_bits(
         expected = result_of(run)
     torch.manual_seed(5)
     monkeypatch.setattr(planner, "CHUNK_ELEMENTS", 2048)
+    monkeypatch.setattr(saving, "PART_ELEMENTS", 512)
     with attached(after, there, build=buffered) as run:
         plain(run, 0)  # What is there before does not matter.
         run.model.seen.zero_()
@@ -110,7 +112,10 @@ def test_every_rule_and_model_is_saved_whole(optimizer: Any, build: Any, tmp_pat
         assert_same(result_of(run), expected)
 
 
-def test_compact_states_come_back_bit_for_bit(tmp_path: Path) -> None:
+def test_compact_states_come_back_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving, "PART_ELEMENTS", 256)
     with attached(("cpu", "cpu", "nvme"), tmp_path, states="compact") as run:
         plain(run, 0)
         offload.save(run.model, run.optimizer, tmp_path / "save")

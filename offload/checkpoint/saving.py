@@ -39,6 +39,7 @@ from offload.checkpoint.directory import (
 from offload.checkpoint.rank_parts import Parts, read_together, write_together
 from offload.checkpoint.schema import shown
 from offload.checkpoint.shards import (
+    PART_ELEMENTS,
     SCALE,
     SHARD_BYTES,
     WEIGHTS,
@@ -380,20 +381,22 @@ def fill(
     which has those of each unit, and of an optimizer the states that are in `sets`."""
     plan = runner.plan
     largest = max(size for unit in plan.profile.units for _, size in unit.weight_chunks)
-    buffers = itertools.cycle([host_tensor(largest) for _ in range(AHEAD + 2)])
+    waiting = 0 if runner.store is None else AHEAD + 1
+    buffers = itertools.cycle([host_tensor(largest) for _ in range(1 + waiting)])
 
     def put(chunk: Chunk, weights: torch.Tensor | None, parts: list[Part]) -> None:
         if chunk.weight is not None and weights is not None:
             runner.write_home(chunk.weight, weights)
-        if chunk.state is not None and optimizer is not None:
+        if chunk.state is not None and optimizer is not None and parts:
             optimizer.states.write_chunk(chunk.state, parts, len(parts))
 
     def puts() -> Iterator[Callable[[], None]]:
         for chunk in chunks:
             weights, parts = None, list[Part]()
+            homes = [plan.home(v.kind, v.unit).tier for v in chunk[1:] if v is not None]
             if chunk.weight is not None:
                 weights = next(buffers)[: runner.memory.extent(chunk.weight)[1]].zero_()
-            for piece in chunk.pieces:
+            for piece in (part for one in chunk.pieces for part in one.parts(PART_ELEMENTS)):
                 name = plan.profile.name_of(piece)
                 first, count = plan.profile.element(piece), piece.elements
                 there = part_of(piece, weights, parameters[piece.unit])
@@ -401,7 +404,9 @@ def fill(
                 slots = _slots_in(sets or {}, name)
                 given = {k: values(k, name, items(k, first), items(k, count)) for k in slots}
                 parts.append((piece, given))
-            homes = [plan.home(v.kind, v.unit).tier for v in chunk[1:] if v is not None]
+                if "nvme" not in homes:  # Chunks are large there, and written where they lie.
+                    put(chunk, None, parts)
+                    parts.clear()
             if "nvme" in homes and "device" not in homes:
                 yield partial(put, chunk, weights, parts)
             else:

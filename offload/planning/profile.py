@@ -146,6 +146,15 @@ class Piece(NamedTuple):
         """One past its last element in the parameter's numbering."""
         return self.parameter_start + self.elements
 
+    def parts(self, most: int) -> Iterator[Piece]:
+        """It in parts of so many elements at most."""
+        for at in range(0, self.elements, most):
+            in_chunk, in_parameter = self.chunk_start + at, self.parameter_start + at
+            elements = min(most, self.elements - at)
+            yield self._replace(
+                chunk_start=in_chunk, parameter_start=in_parameter, elements=elements
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
