@@ -24,7 +24,6 @@ COMMANDS = {
     "report": "where the time of a run went, and what would help most",
     "convert": "checkpoints of DeepSpeed and Hugging Face to saves, saves to weights",
     "inspect": "what is in a save, and whether all of it is whole",
-    "completion": "what bash, zsh and fish need to complete what is typed",
 }
 """What each command does, for the help; the module of the same name holds it."""
 
