@@ -7,22 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
-import offload
-from tests.training import RESIDENT, Net, batch, loss_of
+from tests.training import RESIDENT, Net, batch, config_of, loss_of
 
 MIXED = ("nvme", "cpu", "device")
 PLACEMENTS = [RESIDENT, ("nvme", "nvme", "cpu"), MIXED]
 
-
-def config(placement: tuple[str, str, str], directory: Any, **more: Any) -> offload.Config:
-    params, gradients, optimizer = placement
-    return offload.Config(
-        params=params,  # type: ignore[arg-type]
-        gradients=gradients,  # type: ignore[arg-type]
-        optimizer=optimizer,  # type: ignore[arg-type]
-        nvme_path=directory,
-        **{"device_memory": "64MiB", "cpu_memory": "64MiB", **more},
-    )
+config = config_of
 
 
 def small(dtype: torch.dtype = torch.float32, **options: Any) -> Net:

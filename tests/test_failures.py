@@ -25,7 +25,7 @@ from offload.runtime.works import Work
 from tests.faults import nothing_leaks
 from tests.simulated import SimulatedIO
 from tests.submitting import ops_of
-from tests.training import Net, Run, batch, loss_of, some_fast
+from tests.training import Net, Run, attached, batch, loss_of, some_fast
 
 AT_ONCE_S = 8.0
 """Seconds in which a wait that is woken has ended: far less than until one looks by itself."""
@@ -55,28 +55,18 @@ class Breaker:
 def running(
     placement: tuple[str, str, str], directory: Path, pace: Any = None, **config: Any
 ) -> Iterator[Run]:
-    torch.manual_seed(1)
-    model = Net(layers=4).to(torch.bfloat16)
-    params, gradients, optimizer = placement
-    asked = offload.Config(
-        params=params,  # type: ignore[arg-type]
-        gradients=gradients,  # type: ignore[arg-type]
-        optimizer=optimizer,  # type: ignore[arg-type]
-        nvme_path=(str(directory),),
-        cpu_memory="64MiB",
-        **{"device_memory": "64MiB", **config},
-    )
-    made = torch.optim.AdamW(model.parameters())
+    """A run that leaves nothing behind, and that says so when it is over."""
     with nothing_leaks():
-        _, attached = offload.attach(model, made, asked, pace=pace)
-        run = Run(model, attached, torch.Generator().manual_seed(7))
-        try:
-            yield run
-        finally:
-            run.engine.close()
-            with pytest.raises(EngineError, match="closed"):
-                run.loss()
-            del run, attached, model, made
+        with attached(
+            placement, directory, build=partial(Net, layers=4), pace=pace, **config
+        ) as run:
+            try:
+                yield run
+            finally:
+                run.engine.close()
+                with pytest.raises(EngineError, match="closed"):
+                    run.loss()
+        del run
 
 
 FAILURES: dict[str, tuple[Lane, Verb, tuple[str, str, str], dict[str, Any]]] = {

@@ -91,32 +91,22 @@ def test_gradients_are_those_of_plain_torch(
 
 
 def test_scheduler_before_and_after_attach(tmp_path: Path) -> None:
-    results = []
+    results, before = [], list[Any]()
+
+    def scheduled(model: nn.Module) -> torch.optim.Optimizer:
+        before.append(torch.optim.lr_scheduler.LinearLR(adamw(model), 0.1, total_iters=3))
+        return before[-1].optimizer  # type: ignore[no-any-return]
+
     for placement in (RESIDENT, ("nvme", "cpu", "nvme")):
-        torch.manual_seed(1)
-        model = Net().to(torch.bfloat16)
-        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        before = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3)
-        params, gradients, states = placement
-        config = offload.Config(
-            params=params,
-            gradients=gradients,
-            optimizer=states,
-            nvme_path=(str(tmp_path),),  # type: ignore
-            device_memory="64MiB",
-            cpu_memory="64MiB",
-        )
-        _, optimizer = offload.attach(model, optimizer, config)
-        after = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        run = Run(model, optimizer, torch.Generator().manual_seed(7))
-        for _ in range(4):
-            run.loss().backward()
-            optimizer.step()
-            before.step()
-            after.step()
-            optimizer.zero_grad()
-        results.append((run.losses, before.get_last_lr(), after.get_last_lr()))
-        optimizer.engine.close()
+        with attached(placement, tmp_path, optimizer=scheduled) as run:
+            after = torch.optim.lr_scheduler.ExponentialLR(run.optimizer, 0.9)
+            for _ in range(4):
+                run.loss().backward()
+                run.optimizer.step()
+                before[-1].step()
+                after.step()
+                run.optimizer.zero_grad()
+            results.append((run.losses, before[-1].get_last_lr(), after.get_last_lr()))
     assert results[0] == results[1]
 
 

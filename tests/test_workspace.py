@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +9,17 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import offload
 from cpu_adam import FORMATS, choice, native, reference
 from cpu_adam.formats import scratch_bytes, squares_bytes
 from offload.planning.machine import Machine
 from tests.adam_states import State, assert_same_state, hyper_of
-from tests.training import RESIDENT, Run, assert_same, attached, config_of, plain, result_of, train
-from tests.training import Net as Model
+from tests.training import RESIDENT, assert_same, attached, plain, result_of, train
 
 SMALL_BYTES = 256
 """Scalars of a step are no temporaries of its elements."""
+
+ACCELERATOR = Machine(device_bytes=1 << 30, cpu_bytes=1 << 30, nvme_bytes=1 << 30)
+"""What a plan is made for; what runs it is the CPU."""
 
 
 class Made(TorchDispatchMode):
@@ -93,32 +92,14 @@ def test_squares_are_summed_in_a_workspace_no_larger_than_that_of_the_update(ele
     assert workspace[size:].eq(255).all()
 
 
-@contextmanager
-def as_on_an_accelerator(
-    directory: Path, placement: tuple[str, str, str] = RESIDENT, **config: Any
-) -> Iterator[Run]:
-    """A plan as for one, on the CPU."""
-    free = 1 << 30
-    machine = Machine(device_bytes=free, cpu_bytes=free, nvme_bytes=free)
-    torch.manual_seed(1)
-    model = Model().to(torch.bfloat16)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    asked = config_of(placement, directory, **config)
-    _, engine = offload.attach(model, optimizer, asked, machine=machine)
-    run = Run(model, engine, torch.Generator().manual_seed(7))
-    try:
-        yield run
-    finally:
-        run.engine.close()
-
-
 @pytest.mark.usefixtures("as_elsewhere")
 @pytest.mark.parametrize("states", ["exact", "compact"])
 def test_the_engine_gives_updates_on_the_device_the_workspace_of_its_plan(
     states: str, tmp_path: Path
 ) -> None:
     expected = train(RESIDENT, tmp_path, states=states)
-    with choice.forced("python"), as_on_an_accelerator(tmp_path, states=states) as run:
+    options: Any = {"machine": ACCELERATOR, "states": states}
+    with choice.forced("python"), attached(RESIDENT, tmp_path, **options) as run:
         (room,) = (b for place, b in run.engine.plan.slots.items() if place.use == "workspace")
         memory = run.engine.runner.memory.arenas["device"].view(room)
         memory.fill_(1)
@@ -137,11 +118,11 @@ def test_the_engine_gives_updates_on_the_device_the_workspace_of_its_plan(
 
 def test_norms_of_gradients_on_the_device_have_a_workspace_of_their_own(tmp_path: Path) -> None:
     on_device = ("cpu", "device", "cpu")
-    with as_on_an_accelerator(tmp_path, on_device, max_grad_norm=0.1) as run:
+    with attached(on_device, tmp_path, machine=ACCELERATOR, max_grad_norm=0.1) as run:
         plan = run.engine.plan
         (room,) = (b for place, b in plan.slots.items() if place.use == "workspace")
         chunks = [chunk.elements for unit in plan.profile.units for chunk in unit.chunks]
         assert room.bytes >= squares_bytes(max(chunks)) > room.bytes - 4096
     for placement, most in ((("cpu", "cpu", "cpu"), 0.1), (on_device, None)):
-        with as_on_an_accelerator(tmp_path, placement, max_grad_norm=most) as run:
+        with attached(placement, tmp_path, machine=ACCELERATOR, max_grad_norm=most) as run:
             assert not any(place.use == "workspace" for place in run.engine.plan.slots)

@@ -269,6 +269,7 @@ def attached(
     dtype: torch.dtype = torch.bfloat16,
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
     pace: Pace | None = None,
+    machine: Machine | None = None,
     **config: Any,
 ) -> Iterator[Run]:
     """A fresh model and optimizer, seeded, attached with everything forced to its tier."""
@@ -276,7 +277,7 @@ def attached(
     model = build().to(dtype)
     made = torch.optim.AdamW(model.parameters(), lr=1e-2) if optimizer is None else optimizer(model)
     asked = config_of(placement, directory, **config)
-    _, attached_optimizer = offload.attach(model, made, asked, pace=pace)
+    _, attached_optimizer = offload.attach(model, made, asked, pace=pace, machine=machine)
     run = Run(model, attached_optimizer, torch.Generator().manual_seed(7))
     try:
         yield run
