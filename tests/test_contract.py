@@ -410,14 +410,6 @@ def test_a_graph_of_the_backward_is_refused(run: Run) -> None:
     plain(run, 1)
 
 
-def test_backward_without_an_optimizer_is_refused(tmp_path: Path) -> None:
-    model = small()
-    offload.attach(model, None, config(CPU, tmp_path))
-    with pytest.raises(RuntimeError, match="attached without an optimizer"):
-        loss_of(model, tokens()).backward()
-    offload.engine_of(model).close()
-
-
 def test_a_step_in_a_hook_of_backward_is_refused(run: Run) -> None:
     weight: Any = run.model.head.weight  # type: ignore[union-attr]
     calls = run.optimizer.step, run.optimizer.zero_grad, lambda: setattr(weight, "grad", None)

@@ -261,10 +261,11 @@ def test_a_pass_half_queued_ends_every_wait(
             loss_of(run.model, batch(run.generator))
 
 
+@pytest.mark.parametrize("placement", [("device", "device", "cpu"), ("cpu", "cpu", "nvme")])
 def test_a_step_that_fails_midway_is_the_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    placement: tuple[str, str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with running(("device", "device", "cpu"), tmp_path) as run:
+    with running(placement, tmp_path) as run:
         run.loss().backward()
 
         def no_memory(*_: object) -> None:

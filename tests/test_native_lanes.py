@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import offload
 from offload.runtime.native import RUNNER_VARIABLE
@@ -128,19 +127,3 @@ def test_a_drive_that_goes_wrong_is_told_with_the_chunk(
         for look in (run.loss, run.model.head.weight.sum, run.optimizer.step):  # type: ignore
             with pytest.raises(offload.EngineError, match=how):
                 look()
-
-
-def test_a_failed_step_is_the_last(
-    native: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with attached(("cpu", "cpu", "nvme"), tmp_path) as run:
-        run.loss().backward()
-
-        def no_memory(*_: object) -> None:
-            raise torch.OutOfMemoryError("of what the step needs")
-
-        monkeypatch.setattr("offload.optim.update.Updates._phase", no_memory)
-        with pytest.raises(torch.OutOfMemoryError):
-            run.optimizer.step()
-        with pytest.raises(offload.EngineError, match="what the step needs"):
-            run.optimizer.step()

@@ -98,10 +98,15 @@ def test_a_run_goes_on_with_the_same_bits(
         assert_same(result_of(run), expected)
 
 
-@pytest.mark.parametrize("optimizer", [sgd, lion])
-@pytest.mark.parametrize("build", [frozen, lambda: Net(tied=True)])
-def test_every_rule_and_model_is_saved_whole(optimizer: Any, build: Any, tmp_path: Path) -> None:
-    options: Any = {"build": build, "optimizer": optimizer}
+WHOLE: list[dict[str, Any]] = [
+    {"build": build, "optimizer": optimizer}
+    for build in (frozen, lambda: Net(tied=True))
+    for optimizer in (sgd, lion)
+]
+
+
+@pytest.mark.parametrize("options", [*WHOLE, {"states": "compact"}])
+def test_every_rule_and_model_is_saved_whole(options: dict[str, Any], tmp_path: Path) -> None:
     with attached(("nvme", "cpu", "nvme"), tmp_path, **options) as run:
         plain(run, 0)
         offload.save(run.model, run.optimizer, tmp_path / "save")

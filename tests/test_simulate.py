@@ -346,12 +346,6 @@ def test_under_longer_compute_only_the_edge_is_exposed(placement: Placement) -> 
     assert edge < 0.08 * found.step_seconds
 
 
-def test_what_is_resident_exposes_updates_only() -> None:
-    profile = blocks(6, 4096)
-    program = program_of(profile, "device", "device", "device")
-    assert simulate(program, MACHINE, ten).exposed == pytest.approx(6 * UPDATE_SECONDS)
-
-
 LANES = ("h2d", "d2h", "disk_read", "disk_write", "cpu", "compute")
 
 

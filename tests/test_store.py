@@ -1,4 +1,4 @@
-"""The store: an oracle in memory, faults at every call, flipped bits, forks."""
+"""The store: an oracle in memory, faults at every call, flipped bits."""
 
 import errno
 import itertools
@@ -14,7 +14,7 @@ import aio
 from aio import chunks
 from offload.planning.machine import DriveSpeed
 from offload.runtime.store import Store
-from tests.faults import aligned_tensor, failure_of, in_child, nothing_leaks
+from tests.faults import aligned_tensor, failure_of, nothing_leaks
 from tests.simulated import MemoryIO, SimulatedIO
 
 LAYOUT = {("weight", "a"): [8192, 4096], ("state", "a"): [8192] * 3, ("gradient", "b"): [16384]}
@@ -289,17 +289,3 @@ def test_threads_and_several_stores_in_one_directory(tmp_path):
         for thread in threads:
             thread.join()
     assert failures == []
-
-
-def test_forked_child_touches_nothing(tmp_path):
-    with Store(tmp_path, LAYOUT) as store:
-        data = value("gradient", "b", 1)
-        store.write("gradient", "b", data, 1)
-
-        def child():
-            with pytest.raises(RuntimeError, match="fork"):
-                store.read("gradient", "b", data)
-            store.close()
-
-        assert in_child(child) == 0
-        store.read("gradient", "b", data)
