@@ -28,6 +28,7 @@ from tests.training import (
     VOCABULARY,
     Net,
     Run,
+    as_in_plain_torch,
     assert_same,
     attached,
     batch,
@@ -40,7 +41,6 @@ from tests.training import (
     smallest_budgets,
     train,
     train_alone,
-    without_idle_states,
 )
 
 CPU, NVME = ("cpu", "cpu", "cpu"), ("nvme", "nvme", "nvme")
@@ -129,9 +129,7 @@ LOOPS = {one.__name__: one for one in (called_by_hand, edited_between_parts, cut
 
 @pytest.mark.parametrize(("loop", "placement"), in_turn(LOOPS, [CPU, NVME]))
 def test_the_bits_of_plain_torch(loop: str, placement: Any, tmp_path: Path) -> None:
-    options = fp32(build=Tied)
-    found = train(placement, tmp_path, LOOPS[loop], **options)
-    assert_same(without_idle_states(found), train_alone(LOOPS[loop], **options))
+    as_in_plain_torch(LOOPS[loop], placement, tmp_path, **fp32(build=Tied))
 
 
 @dataclass
@@ -276,8 +274,7 @@ def test_what_a_backward_has_behind_it_keeps_no_slot(
 
     monkeypatch.setattr(ActiveUnits, "release_held", looked)
     options = fp32(build=partial(Net, checkpointed=True, reentrant=True))
-    found = train(("nvme", "cpu", "cpu"), tmp_path, plain, **options)
-    assert_same(found, train_alone(plain, **options))
+    as_in_plain_torch(plain, ("nvme", "cpu", "cpu"), tmp_path, **options)
     assert kept
     assert not any(kept)
 

@@ -29,16 +29,13 @@ from tests.training import (
     Net,
     Run,
     alone,
-    assert_same,
+    as_in_plain_torch,
     attached,
     fp32,
     loss_of,
     plain,
     same_bits,
     some_fast,
-    train,
-    train_alone,
-    without_idle_states,
 )
 
 CPU = ("cpu", "cpu", "cpu")
@@ -55,17 +52,6 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Run]:
     with attached(request.param, tmp_path, dtype=torch.float32) as made:
         plain(made, 0)
         yield made
-
-
-def same_as_plain_torch(
-    feature: Callable[[Run, int], None], placement: Any, directory: Path, **options: Any
-) -> None:
-    """A loop gives the bits of the same loop without an engine."""
-    ours = train(placement, directory, feature, **fp32(**options))
-    options = {name: value for name, value in options.items() if name != "micro_batches"}
-    assert_same(
-        without_idle_states(ours), without_idle_states(train_alone(feature, **fp32(**options)))
-    )
 
 
 def elsewhere(work: Callable[[], object]) -> list[BaseException]:
@@ -145,7 +131,7 @@ def averaged_weights_swapped_by_reference(run: Run, number: int) -> None:
 
 @pytest.mark.parametrize("placement", some_fast([MIXED, *STREAMED[:2], RESIDENT]), ids="-".join)
 def test_averaged_weights_may_be_swapped_in_and_out(placement: Any, tmp_path: Path) -> None:
-    same_as_plain_torch(averaged_weights_swapped_by_reference, placement, tmp_path)
+    as_in_plain_torch(averaged_weights_swapped_by_reference, placement, tmp_path, **fp32())
 
 
 def test_snapshots_are_bounded_and_go_with_their_last_alias(tmp_path: Path) -> None:
@@ -292,7 +278,7 @@ def beside(run: Run, number: int) -> None:
 
 
 def test_between_passes_another_thread_may_read_generate_and_train(tmp_path: Path) -> None:
-    same_as_plain_torch(beside, NVME, tmp_path)
+    as_in_plain_torch(beside, NVME, tmp_path, **fp32())
 
 
 class Tokens(Dataset[torch.Tensor]):
@@ -379,9 +365,7 @@ def after_an_interrupt(where: Callable[[Run, int], None], run: Run, number: int)
 def test_ctrl_c_in_the_users_code_leaves_a_usable_engine(
     where: Any, placement: Any, tmp_path: Path
 ) -> None:
-    same_as_plain_torch(
-        lambda run, number: after_an_interrupt(where, run, number), placement, tmp_path
-    )
+    as_in_plain_torch(partial(after_an_interrupt, where), placement, tmp_path, **fp32())
 
 
 def test_an_interrupt_inside_the_engine_is_told_from_then_on(

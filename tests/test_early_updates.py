@@ -19,14 +19,14 @@ from tests.training import (
     Net,
     Regions,
     Run,
+    as_in_plain_torch,
     assert_same,
     attached,
     batch,
+    fp32,
     plain,
     some_fast,
     train,
-    train_alone,
-    without_idle_states,
 )
 
 PLACEMENT = ("nvme", "cpu", "nvme")
@@ -223,8 +223,7 @@ def last_of_two(run: Run, number: int) -> None:
 
 
 def test_updates_begin_in_the_backward_that_is_said_to_be_the_last(tmp_path: Path) -> None:
-    ours = train(("nvme", "nvme", "nvme"), tmp_path, last_of_two)
-    assert_same(without_idle_states(ours), without_idle_states(train_alone(last_of_two)))
+    as_in_plain_torch(last_of_two, ("nvme", "nvme", "nvme"), tmp_path)
 
 
 def test_another_gradient_of_what_is_updated_is_refused_and_the_step_completes(
@@ -283,9 +282,8 @@ def test_a_block_that_recomputes_in_parts_is_final_after_all_of_them(tmp_path: P
         run.losses.append(loss.item())
         run.step()
 
-    options: dict[str, Any] = {"build": UsedInPart, "dtype": torch.float32, "steps": 4}
-    ours = train(("cpu", "cpu", "cpu"), tmp_path, loop, micro_batches=1, **options)
-    assert_same(without_idle_states(ours), without_idle_states(train_alone(loop, **options)))
+    options = fp32(build=UsedInPart, steps=4, micro_batches=1)
+    as_in_plain_torch(loop, ("cpu", "cpu", "cpu"), tmp_path, **options)
 
 
 # -- by itself --------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from tests.training import (
     Block,
     Net,
     Run,
+    as_in_plain_torch,
     assert_same,
     attached,
     batch,
@@ -42,8 +43,6 @@ from tests.training import (
     some_fast,
     some_rows_fast,
     train,
-    train_alone,
-    without_idle_states,
 )
 
 CPU, NVME, MIXED = ("cpu", "cpu", "cpu"), ("nvme", "nvme", "nvme"), ("cpu", "device", "nvme")
@@ -240,8 +239,7 @@ WAYS = [
 def test_the_bits_of_plain_torch(model: str, way: tuple[str, str], tmp_path: Path) -> None:
     loop, place = way
     options = fp32(build=MODELS[model], steps=4)
-    found = train(PLACES[place], tmp_path, partial(fused, LOOPS[loop]), **options)
-    assert_same(without_idle_states(found), train_alone(LOOPS[loop], **options))
+    as_in_plain_torch(partial(fused, LOOPS[loop]), PLACES[place], tmp_path, **options)
 
 
 @pytest.mark.parametrize(

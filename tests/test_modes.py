@@ -24,15 +24,14 @@ from tests.training import (
     RESIDENT,
     Net,
     Run,
-    assert_same,
+    as_in_plain_torch,
     batch,
+    fp32,
     in_turn,
     loss_of,
+    plain,
     smallest_budgets,
     some_fast,
-    train,
-    train_alone,
-    without_idle_states,
 )
 
 CPU, NVME, MIXED = ("cpu",) * 3, ("nvme",) * 3, ("cpu", "device", "nvme")
@@ -122,10 +121,7 @@ def under(mode: str, backward: bool, run: Run, number: int) -> None:
 def test_as_in_plain_torch(
     mode: str, placement: tuple[str, str, str], backward: bool, tmp_path: Path
 ) -> None:
-    loop = partial(under, mode, backward)
-    options: dict[str, Any] = {"dtype": torch.float32, "steps": 2}
-    ours, alone = train(placement, tmp_path, loop, **options), train_alone(loop, **options)
-    assert_same(without_idle_states(ours), without_idle_states(alone))
+    as_in_plain_torch(partial(under, mode, backward), placement, tmp_path, **fp32(steps=2))
 
 
 # Torch 2.15 says so wherever hooks on saved tensors are around a selective checkpoint.
@@ -136,10 +132,9 @@ def test_selective_checkpoints_in_the_least_memory(
     placement: tuple[str, str, str], policy: Policy, tmp_path: Path
 ) -> None:
     """Units that share a slot are used together in a recompute, which looks at all operations."""
-    options: dict[str, Any] = {"build": partial(Selective, policy), "dtype": torch.float32}
+    options = fp32(build=partial(Selective, policy))
     budgets = smallest_budgets(placement, tmp_path, **options)
-    ours = train(placement, tmp_path, **options, **budgets)
-    assert_same(without_idle_states(ours), without_idle_states(train_alone(**options)))
+    as_in_plain_torch(plain, placement, tmp_path, **options, **budgets)
 
 
 TRANSFORMS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
@@ -171,9 +166,7 @@ def assert_refused(
         run.step()
 
     build = partial(torch.nn.Sequential, *(nn.Linear(8, 8) for _ in range(4)))
-    options: dict[str, Any] = {"build": lambda: deepcopy(build()), "dtype": torch.float32}
-    ours = train(placement, tmp_path, loop, **options)
-    assert_same(without_idle_states(ours), without_idle_states(train_alone(loop, **options)))
+    as_in_plain_torch(loop, placement, tmp_path, **fp32(build=lambda: deepcopy(build())))
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)

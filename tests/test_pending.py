@@ -23,6 +23,7 @@ from tests.small import adamw, config, small, tokens, torch_step
 from tests.training import (
     VOCABULARY,
     Run,
+    as_in_plain_torch,
     assert_same,
     attached,
     batch,
@@ -194,8 +195,7 @@ def stepped_in_inference_mode(run: Run, number: int) -> None:
 def test_the_bits_of_plain_torch(
     name: str, placement: tuple[str, str, str], tmp_path: Path
 ) -> None:
-    ours = train(placement, tmp_path, LOOPS[name], steps=4)
-    assert_same(without_idle_states(ours), without_idle_states(train_alone(LOOPS[name], steps=4)))
+    as_in_plain_torch(LOOPS[name], placement, tmp_path, steps=4)
 
 
 def test_gradients_are_given_up_without_a_wait(tmp_path: Path) -> None:

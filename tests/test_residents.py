@@ -21,6 +21,7 @@ from tests.small import config, small, tokens, torch_step
 from tests.training import (
     RESIDENT,
     Run,
+    as_in_plain_torch,
     assert_same,
     attached,
     in_turn,
@@ -28,8 +29,6 @@ from tests.training import (
     same_bits,
     some_fast,
     train,
-    train_alone,
-    without_idle_states,
 )
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -93,10 +92,9 @@ def test_beside_streamed_units(clip: float | None, tmp_path: Path) -> None:
     with attached(("device", "cpu", "cpu"), tmp_path, **options) as run:
         assert 0 < len(run.engine.plan.residents) < len(run.engine.units)
     ours = train(("device", "cpu", "cpu"), tmp_path, feature, max_grad_norm=clip, **options)
-    resident = train(RESIDENT, tmp_path, feature, max_grad_norm=clip, **options)
-    assert_same(ours, resident)
+    assert_same(ours, train(RESIDENT, tmp_path, feature, max_grad_norm=clip, **options))
     if clip is None:
-        assert_same(without_idle_states(ours), without_idle_states(train_alone(feature, **options)))
+        as_in_plain_torch(feature, RESIDENT, tmp_path, **options)
 
 
 @pytest.mark.parametrize(("device_memory", "clip"), by_turns(["500KiB", "700KiB"], [None, 0.5]))
@@ -135,8 +133,7 @@ def test_edits_after_each_step_as_in_plain_torch(
         with torch.no_grad():
             EDITS[how](run.model)
 
-    ours = train(placement, tmp_path, feature)
-    assert_same(without_idle_states(ours), without_idle_states(train_alone(feature)))
+    ours = as_in_plain_torch(feature, placement, tmp_path)
     assert all(value.isfinite().all() for value in ours.weights.values())
 
 

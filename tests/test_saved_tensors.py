@@ -16,19 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from tests.covering import by_turns
-from tests.training import (
-    Net,
-    Run,
-    assert_same,
-    attached,
-    fp32,
-    plain,
-    same_bits,
-    some_fast,
-    train,
-    train_alone,
-    without_idle_states,
-)
+from tests.training import Net, Run, as_in_plain_torch, attached, fp32, plain, same_bits, some_fast
 
 PLACEMENT = ("cpu", "cpu", "cpu")
 
@@ -219,8 +207,7 @@ def weights_of_others(run: Run, number: int) -> None:
 def test_a_checkpoint_outside_of_modules_runs_over_weights_at_rest(
     placement: tuple[str, str, str], tmp_path: Path
 ) -> None:
-    expected = without_idle_states(train_alone(weights_of_others, **fp32()))
-    assert_same(train(placement, tmp_path, weights_of_others, **fp32()), expected)
+    as_in_plain_torch(weights_of_others, placement, tmp_path, **fp32())
 
 
 def test_sparse_tensors_may_be_saved(tmp_path: Path) -> None:

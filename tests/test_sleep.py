@@ -28,15 +28,13 @@ from tests.training import (
     Net,
     Run,
     alone,
+    as_in_plain_torch,
     assert_same,
     attached,
     batch,
     fp32,
     plain,
     result_of,
-    train,
-    train_alone,
-    without_idle_states,
 )
 
 EVERYWHERE = [RESIDENT, ("cpu", "cpu", "device"), ("device", "nvme", "cpu"), ("nvme",) * 3]
@@ -80,9 +78,7 @@ def slept(tier: str, run: Run, number: int) -> None:
 def test_sleeping_changes_no_bit(
     placement: tuple[str, str, str], tier: str, build: Any, tmp_path: Path
 ) -> None:
-    ours = train(placement, tmp_path, partial(slept, tier), **fp32(build=build, steps=2))
-    theirs = train_alone(partial(slept, tier), **fp32(build=build, steps=2))
-    assert_same(without_idle_states(ours), without_idle_states(theirs))
+    as_in_plain_torch(partial(slept, tier), placement, tmp_path, **fp32(build=build, steps=2))
 
 
 @pytest.mark.parametrize(

@@ -347,6 +347,20 @@ def without_idle_states(result: Result) -> Result:
     return result
 
 
+OF_TORCH = {"steps", "build", "dtype", "optimizer"}
+"""Options that plain PyTorch has, too."""
+
+
+def as_in_plain_torch(
+    feature: Feature, placement: tuple[str, str, str], directory: Any, **options: Any
+) -> Result:
+    """Train: a loop has the bits of the same loop without an engine."""
+    ours = without_idle_states(train(placement, directory, feature, **options))
+    plainly = {name: value for name, value in options.items() if name in OF_TORCH}
+    assert_same(ours, without_idle_states(train_alone(feature, **plainly)))
+    return ours
+
+
 def result_of(run: Run) -> Result:
     """All losses, weights and moments of a run, in memory of their own."""
     weights = {name: value.clone() for name, value in run.model.state_dict().items()}
