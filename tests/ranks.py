@@ -13,10 +13,12 @@ import time
 import traceback
 import types
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -99,6 +101,31 @@ class World:
             one.kill()
             one.join()
         self._pipes, self.processes = [], []
+
+
+def worlds_of(*ranks: int, jobs: str = "tests.ranks_jobs") -> Any:
+    """A fixture for the tests of a file: worlds by how many ranks they have."""
+
+    @pytest.fixture(scope="module")
+    def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, World]]:
+        made = {n: World(n, tmp_path_factory.mktemp(f"of{n}"), jobs) for n in ranks}
+        yield made
+        for one in made.values():
+            one.close()
+
+    return worlds
+
+
+def world_of(ranks: int) -> Any:
+    """A fixture for the tests of a file: so many ranks."""
+
+    @pytest.fixture(scope="module")
+    def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+        made = World(ranks, tmp_path_factory.mktemp(f"of{ranks}"))
+        yield made
+        made.close()
+
+    return world
 
 
 @dataclass

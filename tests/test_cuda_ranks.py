@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,24 +18,14 @@ from tests.ranks import (
     one_process,
     same,
     way_of,
+    world_of,
 )
 from tests.test_cuda import needs_cuda
 
 pytestmark = needs_cuda
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    world = World(2, tmp_path_factory.mktemp("two"))
-    yield world
-    world.close()
-
-
-@pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    world = World(1, tmp_path_factory.mktemp("one"))
-    yield world
-    world.close()
+two, one = world_of(2), world_of(1)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -24,16 +23,7 @@ from offload.runtime.entry import EngineError
 from offload.runtime.native import native_runner
 from tests import command, ranks_jobs
 from tests.forked import Forked, anew
-from tests.ranks import (
-    KINDS,
-    MEMORY,
-    Failed,
-    How,
-    World,
-    assert_as_one,
-    digest,
-    joined,
-)
+from tests.ranks import KINDS, MEMORY, Failed, How, World, assert_as_one, digest, joined, world_of
 from tests.ranks_durable import Life
 from tests.test_docs import blocks
 from tests.training import some_fast, some_rows_fast
@@ -43,11 +33,7 @@ FAST = ("plain", "experts")
 PLACES = {"params": "cpu", "gradients": "cpu", "optimizer": "cpu"}
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    world = World(2, tmp_path_factory.mktemp("two"))
-    yield world
-    world.close()
+two = world_of(2)
 
 
 @pytest.mark.parametrize(

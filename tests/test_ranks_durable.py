@@ -7,7 +7,6 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import pytest
 
 from offload.checkpoint.commits import Made, RunDirectory, last_of_all
 from offload.checkpoint.inspection import inspect
-from tests.ranks import Failed, How, World
+from tests.ranks import Failed, How, World, worlds_of
 from tests.ranks_durable import Life
 
 JOB = "tests.ranks_durable."
@@ -36,12 +35,7 @@ def of(kind: str, place: str, folder: Path, **config: Any) -> How:
     return How(kind, micro=2, steps=STEPS, config={**PLACES[place], **drive, **kept, **config})
 
 
-@pytest.fixture(scope="module")
-def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, World]]:
-    made = {ranks: World(ranks, tmp_path_factory.mktemp("worlds")) for ranks in (1, 2, 3)}
-    yield made
-    for one in made.values():
-        one.close()
+worlds = worlds_of(1, 2, 3)
 
 
 def whole(world: World, how: How, folder: Path) -> list[Any]:

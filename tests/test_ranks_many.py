@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 from tests.covering import Case, Setting, pairwise
-from tests.ranks import KINDS, How, World, assert_as_one
+from tests.ranks import KINDS, How, World, assert_as_one, worlds_of
 
 pytestmark = pytest.mark.slow
 
@@ -56,12 +55,7 @@ def every() -> list[Case]:
 CASES = every() if os.environ.get("OFFLOAD_RANKS_ALL") else pairwise(FACTORS, _excluded)
 
 
-@pytest.fixture(scope="module")
-def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, World]]:
-    made = {ranks: World(ranks, tmp_path_factory.mktemp(f"of{ranks}")) for ranks in range(1, 5)}
-    yield made
-    for world in made.values():
-        world.close()
+worlds = worlds_of(1, 2, 3, 4)
 
 
 def test_there_are_enough_cases() -> None:

@@ -5,22 +5,17 @@ All of it slow; `test_ranks.py` has one of the fast tier, with ranks that are th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.ranks import KINDS, WAYS, How, World, assert_as_one, same, way_of
+from tests.ranks import KINDS, WAYS, How, World, assert_as_one, same, way_of, world_of
 
 pytest.importorskip("offload.runtime._runner", reason="not compiled here")
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    world = World(2, tmp_path_factory.mktemp("two"))
-    yield world
-    world.close()
+two = world_of(2)
 
 
 @pytest.mark.parametrize("kind", KINDS)

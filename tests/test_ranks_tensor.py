@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from tests.ranks import How, Model, World
+from tests.ranks import How, Model, World, worlds_of
 from tests.ranks_tensor import VOCABULARY, WIDTH, Found
 
 pytestmark = pytest.mark.slow
@@ -27,13 +26,7 @@ PLACEMENTS = {
 """Homes of weights, gradients and states, and what is trained there."""
 
 
-@pytest.fixture(scope="module")
-def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, World]]:
-    jobs = "tests.ranks_tensor"
-    made = {n: World(n, tmp_path_factory.mktemp(f"of{n}"), jobs) for n in (2, 4)}
-    yield made
-    for world in made.values():
-        world.close()
+worlds = worlds_of(2, 4, jobs="tests.ranks_tensor")
 
 
 def config_of(placement: str, shard: int, directory: Path, **options: Any) -> dict[str, Any]:

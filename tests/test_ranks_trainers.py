@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.ranks import Failed, How, Trained, World, joined
+from tests.ranks import Failed, How, Trained, World, joined, worlds_of
 from tests.ranks_trainers import MICRO, SIZE, STEPS
 from tests.training import same_bits
 
@@ -25,12 +24,7 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, World]]:
-    made = {n: World(n, tmp_path_factory.mktemp(f"of{n}"), "tests.ranks_trainers") for n in (1, 2)}
-    yield made
-    for world in made.values():
-        world.close()
+worlds = worlds_of(1, 2, jobs="tests.ranks_trainers")
 
 
 def every(found: list[Any]) -> dict[str, torch.Tensor]:
