@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import signal
+from collections.abc import Iterator
 
 import pytest
 
@@ -56,6 +57,15 @@ def runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     from offload.runtime.native import RUNNER_VARIABLE
 
     monkeypatch.setenv(RUNNER_VARIABLE, request.param)
+
+
+@pytest.fixture
+def leaks_nothing() -> Iterator[None]:
+    """Neither a thread nor a file is left of a test."""
+    from tests.faults import nothing_leaks
+
+    with nothing_leaks():
+        yield
 
 
 _passed: set[int] = set()

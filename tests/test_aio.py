@@ -11,16 +11,12 @@ import numpy as np
 import pytest
 
 import aio
-from tests.faults import GateIO, aligned, failure_of, in_child, nothing_leaks, scratch
+from tests.faults import GateIO, aligned, failure_of, in_child, scratch
 from tests.simulated import MemoryIO, SimulatedIO
 
+pytestmark = pytest.mark.usefixtures("leaks_nothing")
+
 BLOCK = aio.ALIGN_BYTES
-
-
-@pytest.fixture(autouse=True)
-def _nothing_leaks():
-    with nothing_leaks():
-        yield
 
 
 @pytest.mark.parametrize("seed", range(12))

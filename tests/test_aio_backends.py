@@ -21,15 +21,11 @@ from hypothesis import strategies as st
 
 import aio
 from tests.backends import USABLE, few, interpreter, opened
-from tests.faults import aligned, nothing_leaks, scratch
+from tests.faults import aligned, scratch
+
+pytestmark = pytest.mark.usefixtures("leaks_nothing")
 
 BLOCK = aio.ALIGN_BYTES
-
-
-@pytest.fixture(autouse=True)
-def _nothing_leaks():
-    with nothing_leaks():
-        yield
 
 
 @pytest.fixture(params=USABLE)

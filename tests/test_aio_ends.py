@@ -12,15 +12,11 @@ import pytest
 
 import aio
 from tests.backends import ENGINE, USABLE, busy, few, interpreter, interpreters, opened
-from tests.faults import aligned, descriptors, in_child, nothing_leaks, scratch
+from tests.faults import aligned, descriptors, in_child, scratch
+
+pytestmark = pytest.mark.usefixtures("leaks_nothing")
 
 BLOCK = aio.ALIGN_BYTES
-
-
-@pytest.fixture(autouse=True)
-def _nothing_leaks():
-    with nothing_leaks():
-        yield
 
 
 @pytest.fixture(params=USABLE)

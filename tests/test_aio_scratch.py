@@ -10,16 +10,12 @@ import time
 import pytest
 
 import aio
-from tests.faults import nothing_leaks, scratch
+from tests.faults import scratch
 from tests.simulated import MemoryIO, SimulatedIO
 
+pytestmark = pytest.mark.usefixtures("leaks_nothing")
+
 BLOCK = aio.ALIGN_BYTES
-
-
-@pytest.fixture(autouse=True)
-def _nothing_leaks():
-    with nothing_leaks():
-        yield
 
 
 def test_tmpfs_is_buffered_with_a_notice():

@@ -13,19 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import aio
-from tests.faults import GateIO, aligned, failure_of, in_child, nothing_leaks, volume_of
+from tests.faults import GateIO, aligned, failure_of, in_child, volume_of
 from tests.simulated import MemoryIO, SimulatedIO
+
+pytestmark = pytest.mark.usefixtures("leaks_nothing")
 
 BLOCK = aio.ALIGN_BYTES
 
 UNITS = st.sampled_from([BLOCK, 2 * BLOCK, 5 * BLOCK])
 WEIGHTS = st.lists(st.floats(1, 12), min_size=1, max_size=5)
-
-
-@pytest.fixture(autouse=True)
-def _nothing_leaks():
-    with nothing_leaks():
-        yield
 
 
 # -- stripes ----------------------------------------------------------------------------------

@@ -14,18 +14,14 @@ import aio
 from aio import chunks
 from offload.planning.machine import DriveSpeed
 from offload.runtime.store import Store
-from tests.faults import aligned_tensor, failure_of, nothing_leaks
+from tests.faults import aligned_tensor, failure_of
 from tests.simulated import MemoryIO, SimulatedIO
+
+pytestmark = pytest.mark.usefixtures("leaks_nothing")
 
 LAYOUT = {("weight", "a"): [8192, 4096], ("state", "a"): [8192] * 3, ("gradient", "b"): [16384]}
 STATE_OFFSET = 8192 + 4096
 """In the file, of the states."""
-
-
-@pytest.fixture(autouse=True)
-def _nothing_leaks():
-    with nothing_leaks():
-        yield
 
 
 def value(kind, unit, seed):
