@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from offload.planning.layout import Place, Placement, Plan, lay_out, site
 from offload.planning.machine import Machine
-from offload.planning.profile import KINDS, Profile, StateChoice, profile_of
+from offload.planning.profile import KINDS, StateChoice, profile_of
 from offload.program.compile import compile_program, compute_phase, parts_of
-from offload.program.ops import Lane, Op, Phase, Program, Verb
+from offload.program.ops import Lane, Op, Phase, Verb
 from offload.program.simulate import Timeline, seconds_of, simulate
 from tests.profiles import AMPLE, H100, all_placements, blocks, busy, moved, plans, program_of, unit
 from tests.proof import waits_of
@@ -37,6 +37,10 @@ MACHINE = Machine(
 
 UPDATE_SECONDS = 1 + 2 * (1 + 5)
 """Operands of an update: gradient read, weight and record read and written."""
+
+
+def homes(placement: Placement) -> list[Any]:
+    return [placement.of(kind) for kind in KINDS]
 
 
 def ten(unit: int, verb: Verb) -> float:
@@ -290,7 +294,7 @@ def test_the_waits_of_the_phase_are_kept(plan: Plan) -> None:
 )
 def test_a_step_takes_as_long_as_its_busiest_lane(placement: Placement) -> None:
     profile = blocks(6, 200_000)
-    program = _program(profile, placement)
+    program = program_of(profile, *homes(placement), weight_slots=1)
     machine = Machine(device_bytes=0, cpu_bytes=0)
     for compute in (1e-5, 1e-3, 1e-1):
         few, more = (
@@ -355,7 +359,7 @@ def test_a_faster_lane_is_not_slower_where_blocks_are_alike() -> None:
     names = [f"{lane}_bytes_per_s" for lane in LANES]
     faster = [replace(machine, **{name: 2 * getattr(machine, name)}) for name in names]
     for placement in list(all_placements())[::3]:
-        program = _program(profile, placement)
+        program = program_of(profile, *homes(placement), weight_slots=1)
         slow, *fast = (simulate(program, m, lambda u, v: 1e-3) for m in (machine, *faster))
         # Lists of ops are scheduled greedily, which can cost a little (Graham's anomalies).
         for name, one in zip(names, fast):
@@ -363,18 +367,6 @@ def test_a_faster_lane_is_not_slower_where_blocks_are_alike() -> None:
 
 
 # -- bytes --------------------------------------------------------------------------------------
-
-
-def _program(profile: Profile, placement: Placement, *, clips: bool = False) -> Program:
-    plan = lay_out(
-        profile,
-        [placement] * len(profile.units),
-        budgets=AMPLE,
-        clips=clips,
-        states=StateChoice(),
-        weight_slots=1,
-    )
-    return compile_program(plan)
 
 
 def _expected_bytes(plan: Plan, micro_batches: int) -> dict[Lane, int]:
@@ -421,7 +413,7 @@ def _expected_bytes(plan: Plan, micro_batches: int) -> dict[Lane, int]:
 @pytest.mark.parametrize("placement", list(all_placements()))
 def test_bytes_of_a_step_are_those_of_the_formula(placement: Placement) -> None:
     for elements in (4096, (1 << 21) + 5000):
-        program = _program(blocks(3, elements), placement)
+        program = program_of(blocks(3, elements), *homes(placement), weight_slots=1)
         for micro_batches in (1, 3):
             timeline = simulate(program, MACHINE, ten, steps=2, micro_batches=micro_batches)
             expected = _expected_bytes(program.plan, micro_batches)
@@ -431,10 +423,9 @@ def test_bytes_of_a_step_are_those_of_the_formula(placement: Placement) -> None:
 def test_clipping_reads_gradients_once_more_in_memory_and_not_on_nvme() -> None:
     profile = blocks(3, 4096)
     for tier, lane in (("device", Lane.COMPUTE), ("cpu", Lane.CPU), ("nvme", Lane.CPU)):
-        placement = Placement(tier, tier, tier)  # type: ignore[arg-type]
         totals = []
         for clips in (False, True):
-            program = _program(profile, placement, clips=clips)
+            program = program_of(profile, tier, tier, tier, clips=clips)
             timeline = simulate(program, MACHINE, ten, steps=1)
             totals.append({one: moved(timeline, one) for one in Lane})
         assert totals[1][lane] - totals[0][lane] == 3 * BYTES
@@ -444,7 +435,7 @@ def test_clipping_reads_gradients_once_more_in_memory_and_not_on_nvme() -> None:
 @pytest.mark.parametrize("tier", ["device", "cpu", "nvme"])
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_squares_are_summed_in_the_last_backward(tier: Any, micro_batches: int) -> None:
-    program = _program(blocks(3, 4096), Placement(tier, tier, tier), clips=True)
+    program = program_of(blocks(3, 4096), tier, tier, tier, clips=True)
     timeline = simulate(program, MACHINE, ten, steps=1, micro_batches=micro_batches)
     squares = [span for span in timeline.spans if span.op.verb is Verb.SQUARE]
     backwards = [span for span in timeline.spans if span.op.verb is Verb.BACKWARD]
@@ -471,15 +462,10 @@ def test_a_program_that_clips_updates_after_its_norm_whatever_is_asked() -> None
 
 def test_frozen_units_are_only_fetched() -> None:
     profile = profile_of([unit(f"frozen{i}", frozen=[4096]) for i in range(3)])
-    timeline = simulate(compile_program(_plan(profile)), MACHINE, ten, steps=2)
+    timeline = simulate(program_of(profile), MACHINE, ten, steps=2)
     verbs = {span.op.verb for span in timeline.spans}
     assert verbs == {Verb.MOVE, Verb.FORWARD, Verb.BACKWARD}
     assert moved(timeline, Lane.D2H) == moved(timeline, Lane.CPU) == 0
-
-
-def _plan(profile: Profile) -> Plan:
-    placements = [Placement("cpu", "cpu", "cpu")] * len(profile.units)
-    return lay_out(profile, placements, budgets=AMPLE, clips=False, states=StateChoice())
 
 
 def test_seconds_of_reads_and_writes_differ() -> None:
