@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from cpu_adam import FORMATS, AdamHyper, LionHyper, SGDHyper, reference
@@ -128,6 +129,16 @@ def assert_same(got: torch.Tensor, want: torch.Tensor) -> None:
         got, want = got.masked_fill(nan, 0.0), want.masked_fill(nan, 0.0)
     words = {1: torch.int8, 2: torch.int16, 4: torch.int32}[got.element_size()]
     assert torch.equal(got.contiguous().view(words), want.contiguous().view(words))
+
+
+def assert_same_floats(got: torch.Tensor, want: npt.NDArray[Any]) -> None:
+    """Equal bit for bit, but for the sign and payload of NaNs."""
+    found = got.numpy()
+    assert found.dtype == want.dtype
+    nan = np.isnan(want)
+    np.testing.assert_array_equal(np.isnan(found), nan)
+    words = np.int32 if want.dtype == np.float32 else np.int64
+    np.testing.assert_array_equal(found.view(words)[~nan], want.view(words)[~nan])
 
 
 def assert_same_state(got: State, want: State) -> None:

@@ -5,7 +5,7 @@ import sys
 from functools import cache
 from unittest import mock
 
-from offload.cli import data, gpt, main
+from offload.cli import EXIT_BAD_INPUT, data, gpt, main
 
 SHORT = ["train", "--steps", "3", "--batch", "2", "--seq-len", "32", "--eval-windows", "4"]
 SHORT += ["--sample", "0", "--no-trace"]
@@ -36,6 +36,16 @@ def run(*arguments):
             return main(arguments)
         except SystemExit as stop:
             return stop.code
+
+
+def assert_refused(told, expected, status):
+    """A command ended with status 2 and one message of one line."""
+    assert status == EXIT_BAD_INPUT
+    shown = told.readouterr()
+    assert expected in shown.err
+    assert shown.err.startswith("offload: error: ")
+    assert shown.err.count("\n") == 1
+    assert not shown.out
 
 
 def start(*arguments, **options):

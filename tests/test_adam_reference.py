@@ -18,6 +18,7 @@ import cpu_adam
 from cpu_adam import FORMATS, AdamHyper, StateFormat, views
 from cpu_adam import reference as implementation
 from cpu_adam.reference import join, split, update
+from tests.adam_states import assert_same_floats
 
 ROWS = ("exact", "fp32")
 """The state formats of Adam that round nothing away."""
@@ -84,16 +85,6 @@ def threads() -> Iterator[Callable[[int], None]]:
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
-
-
-def assert_same_floats(got: torch.Tensor, want: npt.NDArray[Any]) -> None:
-    """Equal bit for bit, but for the sign and payload of NaNs."""
-    found = got.numpy()
-    assert found.dtype == want.dtype
-    nan = np.isnan(want)
-    np.testing.assert_array_equal(np.isnan(found), nan)
-    words = np.int32 if want.dtype == np.float32 else np.int64
-    np.testing.assert_array_equal(found.view(words)[~nan], want.view(words)[~nan])
 
 
 # The update against numpy.

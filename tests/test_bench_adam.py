@@ -14,7 +14,7 @@ import cpu_adam
 from cpu_adam import FORMATS
 from offload.cli import EXIT_BAD_INPUT, bench_adam, console
 from offload.cli.bench_adam import Adam
-from tests.command import run
+from tests.command import assert_refused, run
 
 TINY = ["bench", "adam", "--elements", "8Ki", "--seconds", "0"]
 FLAGS = ["--elements", "--formats", "--threads", "--seconds", "--json", "--no-json"]
@@ -110,12 +110,7 @@ REFUSED = {
 @pytest.mark.parametrize(("line", "expected"), REFUSED.items())
 def test_what_cannot_be_is_refused_in_one_message(line, expected, monkeypatch, capsys):
     monkeypatch.setattr(bench_adam, "measure", lambda *_: pytest.fail("measured"))
-    assert run(*line.split()) == EXIT_BAD_INPUT
-    shown = capsys.readouterr()
-    assert expected in shown.err
-    assert shown.err.startswith("offload: error: ")
-    assert shown.err.count("\n") == 1
-    assert not shown.out
+    assert_refused(capsys, expected, run(*line.split()))
 
 
 def test_memory_is_asked_for_before_it_is_taken(monkeypatch, capsys):

@@ -16,7 +16,7 @@ from offload.cli import EXIT_BAD_INPUT, bench_nvme, console, drive_fio
 from offload.cli.bench_nvme import WRITES, Found, Nvme, measure
 from offload.cli.drive_load import Figure, Load, Setting, Spent, search
 from offload.planning.machine import save_speed, saved_speeds
-from tests.command import run
+from tests.command import assert_refused, run
 from tests.drives import Direction, Drive, DriveIO
 from tests.faults import nothing_leaks
 from tests.profiles import SPEED
@@ -104,12 +104,7 @@ REFUSED = {
 @pytest.mark.parametrize(("line", "expected"), REFUSED.items())
 def test_what_cannot_be_is_refused_in_one_message(line, expected, monkeypatch, capsys):
     monkeypatch.setattr(bench_nvme, "measure", lambda *_: pytest.fail("measured"))
-    assert command(*line.split()) == EXIT_BAD_INPUT
-    shown = capsys.readouterr()
-    assert expected in shown.err
-    assert shown.err.startswith("offload: error: ")
-    assert shown.err.count("\n") == 1
-    assert not shown.out
+    assert_refused(capsys, expected, command(*line.split()))
 
 
 def test_a_comparison_that_cannot_be_is_refused_with_the_remedy(monkeypatch, capsys, tmp_path):

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import cpu_adam
 from cpu_adam import FORMATS, Slot, StateFormat, format_for, rules, views
 from cpu_adam.reference import accumulate, join, split
+from tests.adam_states import assert_same_floats
 
 Words = npt.NDArray[np.int64]
 
@@ -304,16 +305,6 @@ def random_bits(seed: int, count: int = 1 << 16) -> npt.NDArray[np.float32]:
     bits[: count // 8] &= 0x807FFFFF  # subnormals and zeros
     bits[count // 8 : count // 4] = bits[count // 8 : count // 4] & 0x83FFFFFF | 0x3C000000
     return rng.permutation(bits).view(np.float32)
-
-
-def assert_same_floats(got: torch.Tensor, want: npt.NDArray[Any]) -> None:
-    """Equal bit for bit, but for the sign and payload of NaNs."""
-    found = got.numpy()
-    assert found.dtype == want.dtype
-    nan = np.isnan(want)
-    np.testing.assert_array_equal(np.isnan(found), nan)
-    words = np.int32 if want.dtype == np.float32 else np.int64
-    np.testing.assert_array_equal(found.view(words)[~nan], want.view(words)[~nan])
 
 
 OPS: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., Any]]] = {
