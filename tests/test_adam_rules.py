@@ -101,31 +101,6 @@ def test_update_equals_numpy(by: Hyper, master: str) -> None:
         np.testing.assert_array_equal(found[1].view("i4"), state.view("i4"))
 
 
-@pytest.mark.parametrize("by", [by for by in RULES_WITH_ONE_STATE if by.rule == "sgd"], ids=repr)
-def test_sgd_is_that_of_torch(by: SGDHyper) -> None:
-    start = random(500, 0)
-    gradients = [random(500, seed) for seed in (1, 2, 3)]
-    parameter = torch.nn.Parameter(torch.from_numpy(start.copy()))
-    optimizer = torch.optim.SGD(
-        [parameter],
-        by.lr,
-        by.momentum,
-        by.dampening,
-        by.weight_decay,
-        by.nesterov,
-        maximize=by.maximize,
-        foreach=False,
-    )
-    for g in gradients:
-        parameter.grad = torch.from_numpy(g)
-        optimizer.step()
-    p, buffer = stepped("sgd_fp32", start, gradients, by)
-    torch.testing.assert_close(torch.from_numpy(p), parameter.detach())
-    if by.momentum:
-        theirs = optimizer.state[parameter]["momentum_buffer"]
-        torch.testing.assert_close(torch.from_numpy(buffer), theirs)
-
-
 def test_lion_moves_every_weight_by_the_learning_rate() -> None:
     g = np.array([1e-30, -1e30, 0.0, -0.0, np.nan, np.inf, 2.0], "f4")
     p, _ = stepped("lion_fp32", np.ones_like(g), [g], lion(lr=0.25, weight_decay=0.0))

@@ -12,8 +12,7 @@ from torch import nn
 import offload
 from cpu_adam import CPUSGD, CPUAdam, CPULion
 from tests.small import adamw, small
-from tests.test_exact import CASES
-from tests.training import RESIDENT, Net, Run, attached, batch, loss_of, plain, train
+from tests.training import RESIDENT, Net, Run, attached, batch, plain, train
 
 
 @pytest.mark.parametrize("kind", [CPUAdam, CPULion, CPUSGD])
@@ -64,30 +63,6 @@ def test_as_good_as_plain_torch(tmp_path: Path) -> None:
         plain(run, number)
     ours = train(("cpu", "cpu", "cpu"), tmp_path, steps=5, dtype=torch.float32)
     assert ours.losses == pytest.approx(run.losses, rel=1e-5)
-
-
-@pytest.mark.parametrize("case", ["plain", "tied, accumulation", "checkpointing", "two losses"])
-@pytest.mark.parametrize("placement", [RESIDENT, ("nvme", "nvme", "nvme")], ids="-".join)
-def test_gradients_are_those_of_plain_torch(
-    case: str, placement: tuple[str, str, str], tmp_path: Path
-) -> None:
-    _, options = CASES[case]
-    build = options.get("build", Net)
-    torch.manual_seed(1)
-    model = build().to(torch.bfloat16)
-    for seed in (7, 8):
-        loss_of(model, batch(torch.Generator().manual_seed(seed))).backward()
-    expected = {name: p.grad for name, p in model.named_parameters()}
-
-    def gradients(run: Run, number: int) -> None:
-        for seed in (7, 8):
-            run.generator.manual_seed(seed)
-            run.loss().backward()
-        for name, parameter in run.model.named_parameters():
-            assert torch.equal(parameter.grad, expected[name]), name
-            assert parameter.grad.is_contiguous()
-
-    train(placement, tmp_path, gradients, steps=1, build=build)
 
 
 def test_scheduler_before_and_after_attach(tmp_path: Path) -> None:
