@@ -11,25 +11,22 @@ import pytest
 import torch
 
 from offload.model.engine import Engine
-from tests.training import Net, Run, assert_same, attached, batch, plain, result_of
+from tests.training import (
+    Net,
+    Run,
+    accumulation,
+    assert_same,
+    attached,
+    batch,
+    plain,
+    result_of,
+    two_micro_batches,
+)
 
 PLACEMENTS = [("device", "nvme", "nvme"), ("cpu", "cpu", "cpu"), ("nvme", "nvme", "cpu")]
 RUNNERS = ("native", "python")
 CLIP = 0.05
 """So small that each step is clipped."""
-
-
-def accumulated(run: Run, number: int) -> None:
-    for _ in range(2):
-        run.loss().backward()
-    run.step()
-
-
-def other_counts(run: Run, number: int) -> None:
-    """A guess of the last backward is wrong every time."""
-    for _ in range(1 + number % 3):
-        run.loss().backward()
-    run.step()
 
 
 def edited(run: Run, number: int) -> None:
@@ -96,8 +93,8 @@ def slept(run: Run, number: int) -> None:
 
 LOOPS: list[Callable[[Run, int], None]] = [
     plain,
-    accumulated,
-    other_counts,
+    two_micro_batches,
+    accumulation,  # A guess of the last backward is wrong every time.
     edited,
     edited_through_another_name,
     assigned,

@@ -22,22 +22,19 @@ from tests.training import (
     Regions,
     Result,
     Run,
+    accumulation,
     assert_same,
     batch,
+    fails,
     fp32,
     frozen,
     plain,
     smallest_budgets,
     train,
     train_alone,
+    two_micro_batches,
     without_idle_states,
 )
-
-
-def accumulation(run: Run, number: int) -> None:
-    for _ in range(1 + number % 3):
-        run.loss().backward()
-    run.step()
 
 
 def torch_clipping(run: Run, number: int) -> None:
@@ -62,12 +59,6 @@ def second_backward(run: Run, number: int) -> None:
 def two_losses(run: Run, number: int) -> None:
     one, two = run.loss(), run.loss()
     (one + two).backward()
-    run.step()
-
-
-def two_micro_batches(run: Run, number: int) -> None:
-    for _ in range(2):
-        run.loss().backward()
     run.step()
 
 
@@ -170,22 +161,18 @@ def skipped_step(run: Run, number: int) -> None:
 
 def failed_forward(run: Run, number: int) -> None:
     run.loss().backward()
-    handle = run.model.blocks[3].register_forward_pre_hook(_raise)  # type: ignore[index,union-attr]
+    handle = run.model.blocks[3].register_forward_pre_hook(fails)  # type: ignore[index,union-attr]
     with pytest.raises(ZeroDivisionError):
         run.loss()
     handle.remove()
     loss = run.loss()
-    hook = run.model.blocks[1].down.weight.register_hook(_raise)  # type: ignore
+    hook = run.model.blocks[1].down.weight.register_hook(fails)  # type: ignore
     with pytest.raises(ZeroDivisionError):
         loss.backward()
     hook.remove()
     run.optimizer.zero_grad()
     run.loss().backward()
     run.step()
-
-
-def _raise(*_: Any) -> None:
-    raise ZeroDivisionError("on purpose")
 
 
 def gradients_held(run: Run, number: int) -> None:

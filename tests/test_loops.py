@@ -24,6 +24,7 @@ from tests.training import (
     Run,
     assert_same,
     batch,
+    fails,
     fp32,
     plain,
     train,
@@ -179,23 +180,19 @@ def hooked_gradients(run: Run, number: int) -> None:
 
 def failed_backward_kept(run: Run, number: int) -> None:
     """What came of a backward that raised is stepped with, as torch does."""
-    hook = run.model.blocks[2].down.weight.register_hook(_raise)  # type: ignore
+    hook = run.model.blocks[2].down.weight.register_hook(fails)  # type: ignore
     loss = run.loss()
     with pytest.raises(ZeroDivisionError):
         loss.backward()
     hook.remove()
     run.step()
     with pytest.raises(ZeroDivisionError):
-        handle = run.model.head.register_forward_pre_hook(_raise)  # type: ignore
+        handle = run.model.head.register_forward_pre_hook(fails)  # type: ignore
         try:
             run.loss()
         finally:
             handle.remove()
     plain(run, number)
-
-
-def _raise(*_: Any) -> None:
-    raise ZeroDivisionError("on purpose")
 
 
 # -- between the steps ----------------------------------------------------------------------------

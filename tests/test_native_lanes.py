@@ -12,7 +12,7 @@ import pytest
 
 import offload
 from offload.runtime.native import RUNNER_VARIABLE
-from tests.training import Run, assert_same, attached, plain, train
+from tests.training import Run, assert_same, attached, plain, train, two_micro_batches
 
 pytest.importorskip("offload.runtime._runner", reason="not compiled here")
 
@@ -24,12 +24,6 @@ PLACEMENTS = [
     ("cpu", "cpu", "nvme"),
     NVME,
 ]
-
-
-def two_micro_batches(run: Run, number: int) -> None:
-    run.loss().backward()
-    run.loss().backward()
-    run.step()
 
 
 @pytest.fixture

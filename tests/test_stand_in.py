@@ -28,7 +28,6 @@ from tests.training import (
     SAMPLED,
     Net,
     Result,
-    Run,
     assert_same,
     attached,
     plain,
@@ -36,6 +35,7 @@ from tests.training import (
     some_fast,
     some_rows_fast,
     train,
+    two_micro_batches,
 )
 
 native = pytest.importorskip("offload.runtime._runner", reason="not compiled here")
@@ -49,12 +49,6 @@ REFUSED = "an illegal memory access was encountered"
 
 def small() -> Net:
     return Net(width=8, layers=2)
-
-
-def two_micro_batches(run: Run, number: int) -> None:
-    run.loss().backward()
-    run.loss().backward()
-    run.step()
 
 
 # -- bits ------------------------------------------------------------------------------------------
@@ -241,21 +235,40 @@ def test_a_library_that_cannot_serve_is_told_in_a_sentence(
         opened(str(library()), monkeypatch)
 
 
-def test_without_a_driver_python_serves_and_that_is_told_once(tmp_path: Path) -> None:
-    def lacking(self: Driven, native: Any) -> Any:
-        return native.open_cuda(str(library("-DLACKS_STREAMS")), 0)
+def lacking(self: Driven, native: Any) -> Any:
+    """What stands for a driver without streams."""
+    return native.open_cuda(str(library("-DLACKS_STREAMS")), 0)
 
-    with pytest.MonkeyPatch.context() as patch, driven():
-        expected = train(MIXED, tmp_path, build=small)
-        patch.setattr(Driven, "open", lacking)
-        with attached(MIXED, tmp_path, build=small) as run:
+
+@pytest.mark.parametrize(
+    ("reason", "placement"),
+    [
+        ("lacks cuStreamCreateWithPriority", MIXED),
+        ("unsupported toolchain", MIXED),  # A driver that is older than the kernels' text.
+        ("unsupported toolchain", RESIDENT),
+        pytest.param("unsupported toolchain", ("cpu", "device", "device"), marks=pytest.mark.slow),
+    ],
+)
+def test_where_a_driver_cannot_serve_python_does(
+    reason: str, placement: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That is told once, and the bits stay."""
+    options: Any = {"max_grad_norm": 0.1, "build": small}
+    with driven():
+        expected = train(placement, tmp_path, **options)
+    with driven() as device:
+        if reason.startswith("lacks"):
+            monkeypatch.setattr(Driven, "open", lacking)
+        else:
+            device.calls.stand_in_kernels(b"")
+        with attached(placement, tmp_path, **options) as run:
             torch.manual_seed(2)
             for number in range(3):
                 plain(run, number)
             assert_same(result_of(run), expected)
             (told,) = run.engine.notices
             assert "the lanes run in Python, which is slower: " in told
-            assert "lacks cuStreamCreateWithPriority" in told
+            assert reason in told
 
 
 def test_a_forked_child_calls_nothing(tmp_path: Path) -> None:
@@ -290,26 +303,6 @@ def test_what_was_made_is_given_back(tmp_path: Path) -> None:
     assert calls.stand_in_live() == before + 3  # The context, a stream, an event.
     del lanes, task, driver
     assert calls.stand_in_live() == before
-
-
-@pytest.mark.parametrize(
-    "placement", some_fast([MIXED, RESIDENT, ("cpu", "device", "device")], fast=2)
-)
-def test_where_the_kernels_cannot_be_loaded_python_serves(placement: Any, tmp_path: Path) -> None:
-    """A driver that is older than their text: told once, and the bits stay."""
-    options: Any = {"max_grad_norm": 0.1, "build": small}
-    with driven():
-        expected = train(placement, tmp_path, **options)
-    with driven() as device:
-        device.calls.stand_in_kernels(b"")
-        with attached(placement, tmp_path, **options) as run:
-            torch.manual_seed(2)
-            for number in range(3):
-                plain(run, number)
-            assert_same(result_of(run), expected)
-            (told,) = run.engine.notices
-            assert "the lanes run in Python, which is slower: " in told
-            assert "unsupported toolchain" in told
 
 
 def test_updates_on_the_device_are_launches(tmp_path: Path) -> None:

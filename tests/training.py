@@ -206,6 +206,24 @@ def plain(run: Run, number: int) -> None:
     run.step()
 
 
+def accumulation(run: Run, number: int) -> None:
+    """Another number of micro-batches in every step."""
+    for _ in range(1 + number % 3):
+        run.loss().backward()
+    run.step()
+
+
+def two_micro_batches(run: Run, number: int) -> None:
+    for _ in range(2):
+        run.loss().backward()
+    run.step()
+
+
+def fails(*_: Any) -> None:
+    """A hook that does."""
+    raise ZeroDivisionError("on purpose")
+
+
 def fp32(**options: Any) -> dict[str, Any]:
     """Options of a run in float32."""
     return {"dtype": torch.float32, **options}
