@@ -18,24 +18,12 @@ import cpu_adam
 from cpu_adam import FORMATS, AdamHyper, StateFormat, views
 from cpu_adam import reference as implementation
 from cpu_adam.reference import join, split, update
-from tests.adam_states import assert_same_floats
+from tests.adam_states import assert_same_floats, hyper
 
 ROWS = ("exact", "fp32")
 """The state formats of Adam that round nothing away."""
 
 Float32 = npt.NDArray[np.float32]
-ADAMW: dict[str, Any] = {
-    "lr": 1e-3,
-    "beta1": 0.9,
-    "beta2": 0.999,
-    "eps": 1e-8,
-    "weight_decay": 0.01,
-    "decoupled": True,
-}
-
-
-def hyper(**changes: Any) -> AdamHyper:
-    return AdamHyper(**{**ADAMW, **changes})
 
 
 class Span:
