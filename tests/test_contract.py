@@ -437,7 +437,7 @@ def test_ranks_that_reduce_gradients_themselves_are_refused(tmp_path: Path, one_
 # -- detach --------------------------------------------------------------------------------------
 
 
-@placements
+@pytest.mark.parametrize("placement", [RESIDENT, *STREAMED], ids="-".join)
 def test_detach_gives_plain_parameters_and_the_users_own_optimizer_back(
     placement: Any, tmp_path: Path
 ) -> None:

@@ -26,6 +26,7 @@ from tests.test_saving import buffered, lion, sgd
 from tests.training import (
     RESIDENT,
     Net,
+    Result,
     Run,
     assert_same,
     attached,
@@ -183,6 +184,16 @@ def killed_now(run: Run) -> None:
     run.engine.commits = NoCommits()
 
 
+def assert_committed(
+    expected: Result, placement: Any, directory: Path, at: int | None = None, **options: Any
+) -> None:
+    """A run that goes on has what was left of the one before, and is at that step."""
+    with durable(placement, directory, **options) as run:
+        assert at in (None, run.engine.resumed[0])
+        run.losses[:] = expected.losses
+        assert_same(result_of(run), expected)
+
+
 def test_evaluation_closes_no_step(tmp_path: Path) -> None:
     """Averaged weights are swapped in for it, and out again."""
     with durable(CPU, tmp_path) as run:
@@ -198,9 +209,7 @@ def test_evaluation_closes_no_step(tmp_path: Path) -> None:
         run.losses.pop()
         run.engine.commit()
         killed_now(run)
-    with durable(CPU, tmp_path) as run:
-        run.losses[:] = expected.losses
-        assert_same(result_of(run), expected)
+    assert_committed(expected, CPU, tmp_path)
 
 
 def test_how_often_it_commits(tmp_path: Path) -> None:
@@ -280,10 +289,7 @@ def test_a_load_is_committed_with_its_own_random_numbers(placement: Any, tmp_pat
         run.loss()
         run.engine.commits.wait()
         killed_now(run)
-    with durable(placement, tmp_path, build=buffered) as run:
-        assert run.engine.resumed[0] == 2
-        run.losses[:] = expected.losses
-        assert_same(result_of(run), expected)
+    assert_committed(expected, placement, tmp_path, at=2, build=buffered)
 
 
 @pytest.mark.parametrize("placement", [RESIDENT, CPU])
@@ -296,9 +302,7 @@ def test_edits_after_the_last_step_are_committed_at_the_end(placement: Any, tmp_
         run.engine.commit()
         expected = result_of(run)
         killed_now(run)
-    with durable(placement, tmp_path) as run:
-        run.losses[:] = expected.losses
-        assert_same(result_of(run), expected)
+    assert_committed(expected, placement, tmp_path)
 
 
 @pytest.mark.parametrize("placement", [RESIDENT, CPU])
@@ -333,9 +337,7 @@ def test_a_momentum_encoder_is_committed(tmp_path: Path) -> None:
         run.loss()
         run.engine.commits.wait()
         killed_now(run)
-    with durable(RESIDENT, tmp_path, build=frozen) as run:
-        run.losses[:] = expected.losses
-        assert_same(result_of(run), expected)
+    assert_committed(expected, RESIDENT, tmp_path, build=frozen)
 
 
 def few(run: Run, number: int) -> None:

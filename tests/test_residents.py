@@ -13,11 +13,10 @@ import torch
 from torch import nn
 
 import offload
-from cpu_adam import CPUAdam
 from offload.cli.breakdown import breakdown
 from offload.recording import run_of
 from tests.covering import by_turns
-from tests.small import config, small, tokens, torch_step
+from tests.small import small
 from tests.training import (
     RESIDENT,
     Run,
@@ -220,35 +219,6 @@ def test_an_update_that_fails_ends_training(
         for call in (run.loss, run.optimizer.step, run.engine.settle):
             with pytest.raises(offload.EngineError, match="on purpose"):
                 call()
-
-
-def test_attached_once_and_taken_off(tmp_path: Path) -> None:
-    model = small()
-    original = CPUAdam(model.parameters(), lr=1e-2)
-    twin = small()
-    alone = CPUAdam(twin.parameters(), lr=1e-2)
-    for one, optimizer in ((model, original), (twin, alone)):
-        torch_step(one, optimizer)
-    _, ours = offload.attach(model, original, config(RESIDENT, tmp_path))
-    for one in (model, nn.Sequential(model)):
-        with pytest.raises(ValueError, match="attached already"):
-            offload.attach(one, None, config(RESIDENT, tmp_path))
-    torch_step(model, ours)
-    torch_step(twin, alone)
-    model(tokens()).sum().backward()
-    twin(tokens()).sum().backward()
-    _, back = offload.detach(model)
-    assert back is original
-    for one, other in zip(model.parameters(), twin.parameters()):
-        assert same_bits(one.detach(), other.detach())
-        assert one.grad is not None
-        assert other.grad is not None
-        assert same_bits(one.grad, other.grad)
-    back.step()
-    alone.step()
-    assert all(
-        same_bits(a.detach(), b.detach()) for a, b in zip(model.parameters(), twin.parameters())
-    )
 
 
 def test_a_pass_counts_as_the_models_time(tmp_path: Path) -> None:
