@@ -109,7 +109,9 @@ class Figure:
 
 
 def _spread(rounds: list[float]) -> str:
-    return f"{statistics.median(rounds):.2f} ({min(rounds):.2f}-{max(rounds):.2f})"
+    figures = statistics.median(rounds), min(rounds), max(rounds)
+    median, least, most = (f"{one:.2f}" if one < 10 else f"{one:.0f}" for one in figures)
+    return f"{median} ({least}-{most})"
 
 
 def command(arguments: list[str]) -> None:
