@@ -80,18 +80,19 @@ class Link:
 
     def _slowed(self, call: Any, *args: Any) -> Any:
         before = self._group.sent_bytes
-        work, takes = call(*args), (self._group.sent_bytes - before) / GIGABIT
+        works, takes = call(*args), (self._group.sent_bytes - before) / GIGABIT
         self.busy += takes
         self._free = max(self._free, time.perf_counter()) + takes
         until, over = self._free, torch.futures.Future[None]()
 
         def end() -> None:
-            work.wait()
+            for one in works:
+                one.wait()
             time.sleep(max(0.0, until - time.perf_counter()))
             over.set_result(None)
 
         threading.Thread(target=end, daemon=True).start()
-        return SimpleNamespace(is_completed=over.done, get_future=lambda: over, wait=over.wait)
+        return [SimpleNamespace(is_completed=over.done, get_future=lambda: over, wait=over.wait)]
 
 
 class Rank:
