@@ -106,6 +106,26 @@ def edit_and_commit(rank: int, ranks: int, how: How) -> list[float]:
     return found
 
 
+def commit_and_leave(rank: int, ranks: int, how: How) -> tuple[float, float]:
+    """When a commit looked last whether all ranks have made it, and when it returned; the last rank
+    looks late."""
+    model, optimizer = offload.attach(*how.build(), offload.Config(**{**MEMORY, **how.config}))
+    engine, looked = offload.engine_of(model), list[float]()
+    wait = engine.commits._directory.wait
+
+    def late() -> None:
+        time.sleep(0.3 * (rank == ranks - 1))
+        wait()
+        looked.append(time.monotonic())
+
+    engine.commits._directory.wait = late
+    _steps(model, optimizer, how, rank, ranks, [0])
+    engine.commit()
+    found = looked[-1], time.monotonic()
+    engine.close()
+    return found
+
+
 def attach_alone(rank: int, ranks: int, how: How) -> None:
     """Attach, which is refused."""
     offload.attach(*how.build(), offload.Config(**{**MEMORY, **how.config}))

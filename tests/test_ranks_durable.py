@@ -162,6 +162,14 @@ def test_an_edit_is_committed_by_all(worlds: dict[int, World], tmp_path: Path) -
     assert found == [[3.0, 3.0]] * 2
 
 
+def test_nobody_leaves_a_commit_before_all_know_that_it_is_made(
+    worlds: dict[int, World], tmp_path: Path
+) -> None:
+    """The store that tells may be in the process that leaves."""
+    found = worlds[2].run(JOB + "commit_and_leave", of("plain", "cpu", tmp_path / "run"))
+    assert max(looked for looked, _ in found) < min(left for _, left in found)
+
+
 @pytest.mark.slow
 def test_over_two_levels(tmp_path: Path) -> None:
     how = replace(of("tied", "cpu", tmp_path / "run"), mesh=(2, 2))

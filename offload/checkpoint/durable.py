@@ -266,13 +266,13 @@ class Commits:
         """Commit the last step, where anything has changed since one was closed; on all ranks, but
         `alone`."""
         self._join()
-        new = self._engine.steps != self._closed
-        new = new or self._edited or self._versions != self._seen()
-        if self._engine.ranks is not None and not alone:
-            new = self._engine.ranks.failed(new)  # On any of them.
-        if new:
+        ranks = None if alone else self._engine.ranks
+        new = self._engine.steps != self._closed or self._edited or self._versions != self._seen()
+        if new if ranks is None else ranks.failed(new):  # On any of them.
             self.close_step()
         self._join() if alone else self.wait()
+        if ranks is not None:  # Nobody leaves, maybe with the store, while another asks it.
+            ranks.failed(False)
 
     def loaded(self) -> None:
         """All values are those of another step, and so are the random numbers."""
