@@ -134,6 +134,19 @@ def test_the_readme_s_lines_for_saving_and_resuming(tmp_path, monkeypatch):
         names["optimizer"].engine.close()
 
 
+def test_the_readme_s_line_that_tells_what_lives_where(capsys):
+    (line,) = re.findall(r"`(print\(.*rows\(\).*?\))`", (ROOT / "README.md").read_text("utf-8"))
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(2)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    config = offload.Config(params="cpu", gradients="cpu", optimizer="device")
+    _, optimizer = offload.attach(model, optimizer, config)
+    with optimizer.engine:
+        exec(line, {"optimizer": optimizer})
+    told = re.compile(r"(weight|gradient|state) +on (cpu|device) +[0-9.]+ KiB of \d units?")
+    tiers = [told.fullmatch(row)[2] for row in capsys.readouterr().out.splitlines()]
+    assert tiers == ["cpu", "cpu", "device"]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_commands_and_flags_that_are_named_exist(page):
     text = page.read_text("utf-8")

@@ -97,6 +97,10 @@ class Row:
     units: int
     bytes: int
 
+    def __str__(self) -> str:
+        units = "1 unit" if self.units == 1 else f"{self.units} units"
+        return f"{self.kind:8} on {self.tier:6} {format_bytes(self.bytes):>10} of {units}"
+
 
 @dataclass(frozen=True, slots=True)
 class TierUse:

@@ -62,21 +62,14 @@ def predict(
     that matters is tried twice as fast, too, and the user's own compute in a share of its time."""
 
     def found(machine: Machine, share: float = 1.0) -> Prediction:
+        how: Any = {"steps": STEPS, "host_seconds": host_seconds, "updates_in_backward": early}
+
+        def compute(unit: int, verb: Verb) -> float:
+            return share * compute_seconds(unit, verb)
+
         few = min(micro_batches, MICRO_BATCHES)
-        made = [
-            _step(
-                simulate(
-                    program,
-                    machine,
-                    lambda unit, verb: share * compute_seconds(unit, verb),
-                    steps=STEPS,
-                    micro_batches=count,
-                    host_seconds=host_seconds,
-                    updates_in_backward=early,
-                )
-            )
-            for count in ((few,) if few == micro_batches else (few - 1, few))
-        ]
+        counts = (few,) if few == micro_batches else (few - 1, few)
+        made = [_step(simulate(program, machine, compute, micro_batches=n, **how)) for n in counts]
         return _extended(made, micro_batches - few)
 
     plain = found(machine)
