@@ -1,6 +1,7 @@
 """`offload train --deepspeed FILE`: what of a file it takes, what it says of the rest."""
 
 import json
+from dataclasses import replace
 
 from offload.cli import in_flags, options
 from tests.command import SHORT, run
@@ -29,6 +30,17 @@ def test_placement_clipping_and_accumulation_are_flags_and_the_rest_is_yours(tmp
     assert "optimizer.params.lr = 0.0003: yours: " in shown
     assert "train_micro_batch_size_per_gpu = 4: yours: " in shown
     assert "gradient_clipping = 0.5: --max-grad-norm 0.5\n" in shown
+
+
+def test_what_a_file_leaves_open_is_as_without_it(tmp_path):
+    """So that updates begin inside backward, for one micro-batch as for those of a flag."""
+    path = file_of({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, tmp_path)
+    found = options.parse(["--deepspeed", path]).placing
+    assert found.micro_batches == options.Train().placing.micro_batches == 1
+    assert replace(found, gradients="auto", optimizer="auto", max_grad_norm=None) == (
+        options.Train().placing
+    )
+    assert options.parse(["--deepspeed", path, "--micro-batches", "3"]).micro_batches == 3
 
 
 def test_a_file_that_cannot_be_is_refused_in_one_message(tmp_path, capsys):

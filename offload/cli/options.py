@@ -113,9 +113,9 @@ def parse(arguments: Sequence[str]) -> Train:
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--deepspeed", nargs="?")
     path = finder.parse_known_args(list(arguments))[0].deepspeed
+    read = () if path is None else translation(path).fields.items()
     with bad_input():
-        fields = {} if path is None else translation(path).fields
-        plain = Train(deepspeed=path, placing=Placing(**fields))
+        plain = Train(deepspeed=path, placing=Placing(**{k: v for k, v in read if v is not None}))
     given = [  # A size is as good in capitals: 7B.
         one.lower() if before == "--size" or one.startswith("--size=") else one
         for before, one in zip(("", *arguments), arguments)
