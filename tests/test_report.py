@@ -439,6 +439,13 @@ def test_a_step_of_too_many_operations_is_not_simulated_and_it_is_told(monkeypat
         monkeypatch.setattr(recording, "SIMULATED_OPS_MAX", int(told[1]))
         assert recording.run_of(engine).prediction is not None
     assert refused.prediction is None
+    assert f"was not simulated: {refused.unpredicted}." in verdict(refused, breakdown(refused))[1]
+
+
+def test_where_nothing_takes_a_tenth_of_the_step_nothing_more_is_said():
+    """No lane was then thought faster, though the step was simulated."""
+    parts = replace(MADE, prediction=replace(MADE.prediction, what_if={}))
+    assert len(verdict(parts, breakdown(parts))) == 1
 
 
 def test_a_run_on_an_accelerator():

@@ -147,7 +147,7 @@ def verdict(run: Run, found: Breakdown) -> list[str]:
         )
     elif not found.busy:
         told.append("Nothing was moved: all that a step needs lives on the device.")
-    elif not gains:
+    elif run.prediction is None:
         told.append(f"What would help was not simulated: {run.unpredicted}.")
     told += _drive(run, found)
     if not run.device_is_host:
