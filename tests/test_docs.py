@@ -134,6 +134,12 @@ def test_the_readme_s_lines_for_saving_and_resuming(tmp_path, monkeypatch):
         names["optimizer"].engine.close()
 
 
+def test_the_readme_s_program_has_as_many_lines():
+    page, program = (ROOT / name for name in ("README.md", "examples/train_gpt.py"))
+    (lines,) = re.findall("a whole program in ([0-9]+) lines", page.read_text("utf-8"))
+    assert int(lines) == len(program.read_text("utf-8").splitlines())
+
+
 def test_the_readme_s_line_that_tells_what_lives_where(capsys):
     (line,) = re.findall(r"`(print\(.*rows\(\).*?\))`", (ROOT / "README.md").read_text("utf-8"))
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(2)))
