@@ -28,7 +28,6 @@ from offload.planning.profile import (
     profile_of,
 )
 from offload.planning.tiers import TIERS
-from offload.runtime.entry import EngineError
 from offload.runtime.torch_internals import local_part
 
 UNIT_COST_BYTES = 256 << 10
@@ -81,7 +80,7 @@ def planned_alike(
 ) -> tuple[list[Group], Plan]:
     """The plan of each rank of a group, in which ranks send each other least: of those that
     `Config.shard` allows the first that fits all of them. Raises BudgetError where none fits here,
-    EngineError where none fits another rank."""
+    RuntimeError where none fits another rank."""
     sharding = Sharding(group.position, group.ranks)
 
     def least() -> tuple[list[Group], Plan]:
@@ -101,7 +100,7 @@ def planned_alike(
     if config.shard != 3:
         try:
             return group.all_or_none(most, id)  # type: ignore[no-any-return]
-        except (BudgetError, EngineError):
+        except (BudgetError, RuntimeError):
             if config.shard == 2:
                 raise
     return group.all_or_none(least, id)  # type: ignore[no-any-return]

@@ -102,7 +102,7 @@ def test_saved_by_two_and_continued_by_one_and_by_two(
 def test_a_save_that_one_rank_cannot_write_fails_on_all(two: World, tmp_path: Path) -> None:
     first, second = two.run("tests.ranks_refused.save_in_vain", How(), str(tmp_path / "saved"))
     assert first == "OSError: [Errno 28] No space left on device"
-    assert second == f"EngineError: rank 0 could not do its part, so no rank goes on: {first}"
+    assert second == f"RuntimeError: rank 0 could not do its part of what all do: {first}"
     assert not list(tmp_path.iterdir())
 
 
@@ -125,7 +125,7 @@ def test_ranks_that_attach_different_things(two: World, what: str) -> None:
     two.begin("differ", How(), what)
     for one in two.results():
         assert isinstance(one, Failed), one
-        assert one.kind in ("ValueError", "BudgetError", "EngineError"), one.text
+        assert one.kind in ("ValueError", "BudgetError", "RuntimeError"), one.text
 
 
 AT_ONCE = {

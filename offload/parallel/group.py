@@ -125,7 +125,7 @@ class Group:
             raise failed
         for rank, text in enumerate(said):
             if text:
-                raise EngineError(f"rank {rank} could not do its part, so no rank goes on: {text}")
+                raise RuntimeError(f"rank {rank} could not do its part of what all do: {text}")
         return made[0]
 
     def add_to_checksum(self, weights: torch.Tensor) -> None:
