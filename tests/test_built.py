@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 OFFERED = {
     "aio/src": (ENGINE_VERSION, "dd67a049bd67"),
     "cpu_adam/src": (KERNELS_VERSION, "55c8ee73e31f"),
-    "offload/runtime/src": (RUNNER_VERSION, "b1f59e2e4017"),
+    "offload/runtime/src": (RUNNER_VERSION, "9295d82b1c1d"),
 }
 """The version of each module, and a digest of what it offers."""
 

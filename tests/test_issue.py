@@ -20,7 +20,7 @@ import torch
 import offload
 from offload import recording
 from offload.planning.layout import Place, Plan
-from offload.program.compile import compute_phase
+from offload.program.compile import compute_phase, with_squares
 from offload.program.ops import Op, Program, cells
 from offload.runtime.native import RUNNER_VARIABLE
 from tests.submitting import ops_of
@@ -115,6 +115,10 @@ def phase_of(program: Program, name: str, held: dict[Place, int]) -> list[Op]:
     if base in ("forward", "backward_first", "backward_next"):
         order = plan.profile.forward if base == "forward" else plan.profile.backward
         ops = compute_phase(plan, base, order, held).ops
+    if base.startswith("backward"):  # The last: no loop of several clips.
+        ops = tuple(with_squares(plan, ops, again=base == "backward_next"))
+    if base == "norm":
+        ops = ops[-1:]
     if base != name:
         ops = (*ops, *program.phases["update"].ops)
     if base in (name, "update") and name != "update":

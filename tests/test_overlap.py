@@ -23,6 +23,7 @@ from torch import nn
 
 import offload
 from offload import recording
+from offload.planning import profile
 from offload.planning.machine import Machine
 from offload.program.ops import Lane, Op, Verb
 from offload.program.simulate import Timeline, seconds_of, simulate
@@ -177,11 +178,18 @@ def overslept() -> float:
 NVME = ("nvme", "nvme", "nvme")
 
 
+@pytest.fixture(autouse=True)
+def _units_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None are fused: what a unit computes is known here by its number."""
+    monkeypatch.setattr(profile, "FUSED_BYTES_MAX", 0)
+
+
 @pytest.mark.parametrize("placement", [NVME, ("cpu", "cpu", "cpu")], ids="-".join)
 def test_under_longer_compute_the_other_lanes_hide(
     placement: tuple[str, str, str], tmp_path: Path
 ) -> None:
-    """Exposed is all but the compute asked for: sleeping too long and waiting for the GIL count.
+    """Exposed is all but the compute asked for: sleeping too long and waiting for the GIL count,
+    and that what is urgent waits for 64 MiB under way, a ninth of what this drive moves in a step.
 
     Of the median step: one in three may meet a hiccup of a drive that others use too.
     """
@@ -189,7 +197,9 @@ def test_under_longer_compute_the_other_lanes_hide(
     seconds = 1.15 * lane_seconds(case) / (3 * UNITS)
     step = median(steps_of(case, seconds, STEPS))
     exposed = step - 3 * UNITS * seconds
-    assert exposed < 0.10 * step, (exposed, step)
+    expected = predicted(case, seconds).exposed
+    assert exposed < expected + 0.05 * step, (exposed, expected, step)
+    assert expected < (0.17 if "nvme" in placement else 0.07) * step
 
 
 @pytest.mark.parametrize("ratio", [2.0, 1.0, 0.5], ids=["longer", "equal", "shorter"])
@@ -203,7 +213,7 @@ def test_the_simulator_predicts_the_step(ratio: float, tmp_path: Path) -> None:
     seconds = ratio * lane_seconds(case) / (3 * UNITS)
     step = steps_of(case, seconds, STEPS_PREDICTED)[STEPS_PREDICTED // 4]
     machine = replace(SLOW, op_seconds=SLOW.op_seconds + overslept())
-    assert predicted(case, seconds, machine).step_seconds == pytest.approx(step, rel=0.15)
+    assert predicted(case, seconds, machine).step_seconds == pytest.approx(step, rel=0.08)
 
 
 POSITIONS, EXPERTS = 6, 3

@@ -19,8 +19,8 @@ def op(lane: Lane, *, of_user: bool) -> Op:
 class Run:
     """A schedule, and tasks by name."""
 
-    def __init__(self) -> None:
-        self.schedule = Schedule()
+    def __init__(self, slots: int = 1) -> None:
+        self.schedule = Schedule(slots)
         self.serial = 0
 
     def add(
@@ -29,9 +29,12 @@ class Run:
         *waits: Task,
         lane: Lane = Lane.CPU,
         of_user: bool = False,
+        **slots: bool,
     ) -> Task:
         self.serial += 1
         task = Task(op(lane, of_user=of_user), key, self.serial)
+        for name, value in slots.items():
+            setattr(task, name, value)
         self.schedule.add(task, waits)
         return task
 
@@ -54,6 +57,17 @@ def test_who_waits_lends_its_urgency_through_the_chain() -> None:
     assert run.run_next(Lane.DISK) is second
     assert run.run_next() is not None
     assert run.run_next() is None
+
+
+def test_who_takes_a_slot_is_passed_by_while_none_is_free() -> None:
+    run = Run(slots=1)
+    reads = [run.add((1, 0), lane=Lane.DISK, takes_slot=True) for _ in range(2)]
+    works = [run.add((1, 0), read, frees_slot=True, at_once=True) for read in reads]
+    other = run.add((2, 0), lane=Lane.DISK)
+    assert [run.run_next(Lane.DISK) for _ in range(3)] == [reads[0], other, None]
+    urgent = run.add((0, 0))
+    assert [run.run_next() for _ in range(2)] == [works[0], urgent]
+    assert run.run_next(Lane.DISK) is reads[1]
 
 
 def test_who_waits_for_a_cancelled_task_of_the_user_starts_when_it_is_taken_back() -> None:

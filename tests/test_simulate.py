@@ -13,8 +13,16 @@ from hypothesis import strategies as st
 from offload.planning.layout import Place, Placement, Plan, lay_out, site
 from offload.planning.machine import Machine
 from offload.planning.profile import KINDS, StateChoice, profile_of
-from offload.program.compile import compile_program, compute_phase, parts_of
+from offload.program.compile import (
+    STREAMED,
+    compile_program,
+    compute_phase,
+    parts_of,
+    passing,
+    square,
+)
 from offload.program.ops import Lane, Op, Phase, Verb
+from offload.program.schedule import FLYING_BYTES_MAX
 from offload.program.simulate import Timeline, seconds_of, simulate
 from tests.profiles import AMPLE, H100, all_placements, blocks, busy, moved, plans, program_of, unit
 from tests.proof import waits_of
@@ -230,8 +238,11 @@ def test_rules_and_bounds(
         return sum(spans_of_op(plan, op, device_is_cpu=device_is_cpu) for op in phase.ops)
 
     once = [p for name, p in program.phases.items() if name not in ("backward_next", "norm")]
-    # A square is summed of what is in memory as it goes home: it has no moves.
-    count = sum(map(spans_of, once)) + len(program.phases["norm"].ops)
+    count = sum(map(spans_of, once))
+    for op in program.phases["norm"].ops:
+        if op.verb is Verb.SQUARE:  # Of what is in memory as it goes home.
+            op = square(plan, op.value.unit, passing(plan, op.value.unit, again=micro_batches > 1))
+        count += spans_of_op(plan, op, device_is_cpu=device_is_cpu)
     again = compute_phase(
         plan, "forward", plan.profile.forward, dict(program.phases["backward_first"].exit)
     )
@@ -258,7 +269,8 @@ def spans_of_op(plan: Plan, op: Op, *, device_is_cpu: bool) -> int:
     """How many are told of it: of collecting none, of a stream each move and work of each piece."""
     before, after = parts_of(plan, op)
     parts = [p for p in (*before, *after) if p.lane is Lane.DISK or not device_is_cpu]
-    chunks = len(plan.profile.units[op.value.unit].chunks) if parts else 1
+    streams = parts or (op.verb in STREAMED and op.lane is Lane.CPU and not device_is_cpu)
+    chunks = len(plan.profile.units[op.value.unit].chunks) if streams else 1
     count = min(chunks, plan.profile.chunk_stages) * (len(parts) + 1)
     return count if op.verb is not Verb.COLLECT else 0
 
@@ -321,7 +333,8 @@ AWAY = [one for one in all_placements() if one.state != "device"]
     ],
 )
 def test_under_longer_compute_only_the_edge_is_exposed(placement: Placement) -> None:
-    """What lanes do for the unit that is used first, between its backward and its next forward."""
+    """What lanes do for the unit that is used first, between its backward and its next forward; and
+    what a drive had under way before."""
     plan = lay_out(
         blocks(24, 4 << 20),
         [placement] * 24,
@@ -346,7 +359,10 @@ def test_under_longer_compute_only_the_edge_is_exposed(placement: Placement) -> 
         s for s in found.spans if s.step == 3 and s.op.value.unit == 0 and s.op.verb not in USER
     ]
     edge = sum(span.stop - span.start for span in first)
-    assert found.exposed <= edge + 0.02 * found.step_seconds
+    before = (
+        2 * FLYING_BYTES_MAX / H100.disk_write_bytes_per_s if "nvme" in homes(placement) else 0.0
+    )
+    assert found.exposed <= edge + before + 0.02 * found.step_seconds
     assert edge < 0.08 * found.step_seconds
 
 
@@ -440,9 +456,9 @@ def test_squares_are_summed_in_the_last_backward(tier: Any, micro_batches: int) 
     squares = [span for span in timeline.spans if span.op.verb is Verb.SQUARE]
     backwards = [span for span in timeline.spans if span.op.verb is Verb.BACKWARD]
     assert [span.op.value.unit for span in squares] == [2, 1, 0]
-    for square, backward in zip(squares, backwards[-3:]):
-        assert square.op.value.unit == backward.op.value.unit
-        assert square.start >= backward.stop
+    for one, backward in zip(squares, backwards[-3:]):
+        assert one.op.value.unit == backward.op.value.unit
+        assert one.start >= backward.stop
     assert squares[0].start < backwards[-1].stop
 
 

@@ -242,6 +242,16 @@ def square(plan: Plan, unit: int, at: Use | None = None) -> Op:
     return Op(lane, Verb.SQUARE, value, (at,), (partial,), size, -1)
 
 
+def with_squares(plan: Plan, ops: Sequence[Op], *, again: bool) -> list[Op]:
+    """The last backward of a step: where it clips, the squares of each gradient are summed as it
+    goes home."""
+    comes, squares = {use: index for index, op in enumerate(ops) for use in op.writes}, {}
+    for unit, _ in update_order(plan) if plan.clips else ():
+        at = passing(plan, unit, again=again)
+        squares[comes[at]] = square(plan, unit, at)
+    return [one for index, op in enumerate(ops) for one in (op, squares.get(index)) if one]
+
+
 def norm(partials: Sequence[Use]) -> Op:
     """Combine all sums of squares, in order, into the clip factor."""
     return Op(Lane.CPU, Verb.NORM, FACTOR.value, tuple(partials), (FACTOR,), 0, -1)
@@ -258,13 +268,17 @@ def update(plan: Plan, unit: int, deadline: int) -> Op:
     return Op(lane, Verb.UPDATE, state.value, reads, (weight, state), size, deadline)
 
 
+STREAMED = Verb.SQUARE, Verb.UPDATE
+"""What is done chunk by chunk where values are away, or the CPU does it beside a device."""
+
+
 def parts_of(plan: Plan, op: Op) -> tuple[list[Op], list[Op]]:
     """What an op moves inside, before its work and after it: see [Note: Streams] of `ops`."""
     at: Tier = "device" if op.lane is Lane.COMPUTE else "cpu"
     found = list[list[Op]]()
     for uses, way in ((op.reads, 1), (op.writes, -1)):
         sizes = Counter[tuple[Tier, Tier]]()
-        for place, (kind, unit, _) in uses if op.verb in (Verb.SQUARE, Verb.UPDATE) else ():
+        for place, (kind, unit, _) in uses if op.verb in STREAMED else ():
             if place.use == "home":
                 for start, stop in pairwise(route(place.tier, at)[::way]):
                     sizes[start, stop] += plan.bytes_of(kind, unit)

@@ -11,11 +11,17 @@ tasks that waited for it.
 [Note: Urgency]
 A lane takes the most urgent of its ready tasks: that with the smallest key, then the one submitted
 first. Priority is inherited: a task is at least as urgent as every task that waits for it.
+
+[Note: Slots]
+What streams ([Note: Streams] of `ops`) has a staging slot from its first task to its last. Its
+first is passed by while no slot is free. What a drive has brought to a slot is worked on and
+written before all else: slots are few, and while none is free the drive stands still.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections import defaultdict
 from collections.abc import Iterable
 from enum import Enum
 from itertools import dropwhile
@@ -42,8 +48,14 @@ _LEGAL = (
     (State.READY, State.CANCELLED),
 )
 
+FLYING_BYTES_MAX = 64 << 20
+"""The lane of the drives begins tasks as long as those under way are of fewer bytes: that keeps a
+drive busy, and what is urgent waits for no more. See docs/decisions.md."""
+
 Key = tuple[int, int]
 """Urgency: (number of the pass, position in it); smaller goes first."""
+
+AT_ONCE: Key = (-1, 0)
 
 
 class Task:
@@ -53,6 +65,8 @@ class Task:
         self.op, self.key, self.serial = op, key, serial
         self.of_user = op.verb in OF_USER
         """Whether it is the user's own compute."""
+        self.takes_slot = self.frees_slot = self.at_once = False
+        """See [Note: Slots]."""
         self.missing = 0
         """How many it waits for."""
         self.followers: list[Task] = []
@@ -123,11 +137,13 @@ class Scoreboard(Generic[Follower]):
 
 
 class Schedule:
-    """All tasks that are not over."""
+    """All tasks that are not over; they share so many staging slots, see [Note: Slots]."""
 
-    def __init__(self) -> None:
-        self._queues: dict[Lane, list[tuple[Key, int, Task]]] = {lane: [] for lane in Lane}
-        """Heaps; a task may be in one twice, with the urgency that it had and the one lent."""
+    def __init__(self, slots: int = 1) -> None:
+        self._free_slots = slots
+        self._queues = defaultdict[tuple[Lane, bool], list[tuple[Key, int, Task]]](list)
+        """Heaps, by the lane and whether they take slots; a task may be in one twice, with the
+        urgency that it had and the one lent."""
 
     def add(self, task: Task, waits: Iterable[Task]) -> None:
         """Let `task` be ready when `waits` are over."""
@@ -141,20 +157,26 @@ class Schedule:
     def finish(self, task: Task) -> None:
         """`task` is done."""
         task.go(State.DONE)
+        self._free_slots += task.frees_slot
         self._release(task)
 
     def first(self, lane: Lane) -> Task | None:
-        """The most urgent task that is ready on `lane`; the user's own are not among them."""
-        queue = self._queues[lane]
-        while queue and queue[0][2].state is not State.READY:
-            heapq.heappop(queue)  # Begun with the urgency that it was lent, or taken back.
-        return queue[0][2] if queue else None
+        """The most urgent task that is ready on `lane` and has a slot where it takes one; the
+        user's own are not among them."""
+        found = []
+        for takes_slot in (False, True) if self._free_slots else (False,):
+            queue = self._queues[lane, takes_slot]
+            while queue and queue[0][2].state is not State.READY:
+                heapq.heappop(queue)  # Begun with the urgency that it was lent, or taken back.
+            found += queue[:1]
+        return min(found)[2] if found else None
 
     def take(self, lane: Lane) -> Task | None:
         """Begin the most urgent task that is ready on `lane`, see `first`."""
         task = self.first(lane)
         if task is not None:
             task.go(State.RUNNING)  # What is left of it in the queue goes when it comes first.
+            self._free_slots -= task.takes_slot
         return task
 
     def _link(self, other: Task, task: Task) -> None:
@@ -175,7 +197,8 @@ class Schedule:
 
     def _queue(self, task: Task) -> None:
         if not task.of_user:
-            heapq.heappush(self._queues[task.op.lane], (task.key, task.serial, task))
+            queue = self._queues[task.op.lane, task.takes_slot]
+            heapq.heappush(queue, (AT_ONCE if task.at_once else task.key, task.serial, task))
 
     def _hurry(self, task: Task, key: Key) -> None:
         """Let `task` and all that it waits for be at least as urgent as `key`."""

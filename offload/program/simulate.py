@@ -2,8 +2,9 @@
 
 [Note: The model of time]
 Ops, waits and the choice of the next op are the engine's own: `Scoreboard` and `Schedule`. Each
-lane runs one op at a time to its end. Forward and backward are a pass each; `norm` and `update`
-belong to the pass of the next forward, which needs their results.
+lane runs one op at a time to its end. That of the drives has chosen some before it comes to them,
+up to FLYING_BYTES_MAX: nothing overtakes what is under way. Forward and backward are a pass each;
+`norm` and `update` belong to the pass of the next forward, which needs their results.
 
 The user's thread issues all ops of a pass, then computes unit after unit, blocked until a unit's
 waits are done. In the last backward of a step it issues the squares of each unit as its gradient
@@ -16,23 +17,24 @@ Over several ranks this is one of them, which all do the same at the same time. 
 op of the lane `comm`, and its sums are made on the compute lane. See [Note: What ranks share] of
 `machine`.
 
-Each op of the engine takes `Machine.op_seconds`, and its bytes at the speed of its lane. An op that
-moves chunks inside ([Note: Streams] of `ops`) is done in as many pieces as there are chunks, up to
-the number of staging slots. Each brings what it needs, does its work and takes back what it has
-changed, lane after lane, beside the other pieces. The user's compute takes the given time.
+Each op of the engine takes `Machine.op_seconds`, and its bytes at the speed of its lane. A stream
+([Note: Streams] of `ops`) is done in as many pieces as there are chunks, up to the number of
+staging slots, of which each takes one ([Note: Slots] of `schedule`). A piece brings what it needs,
+does its work and takes back what it has changed, lane after lane, beside the other pieces. The
+user's compute takes the given time.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from offload.planning.machine import Machine
-from offload.program.compile import compute_phase, parts_of, passing, square
+from offload.program.compile import STREAMED, compute_phase, parts_of, with_squares
 from offload.program.ops import Lane, Op, Program, Verb, cells
-from offload.program.schedule import Schedule, Scoreboard, State, Task
+from offload.program.schedule import FLYING_BYTES_MAX, Schedule, Scoreboard, State, Task
 
 ComputeSeconds = Callable[[int, Verb], float]
 """Seconds of the user's forward or backward of a unit, by (unit, verb)."""
@@ -158,10 +160,12 @@ class _Simulation:
         self._compute, self._ranks = seconds, program.plan.profile.sharding.ranks
         self._templates: dict[int, tuple[list[object], list[object], list[_Piece]]] = {}
         self._board: Scoreboard[Task] = Scoreboard()
-        self._schedule = Schedule()
+        self._schedule = Schedule(program.plan.profile.chunk_stages)
         self._serial = 0
         self._now = 0.0
         self._running: dict[object, _Task] = {}
+        self._taken = {lane: deque[_Task]() for lane in Lane}
+        """What each lane has begun, and does in this order."""
         self._events: list[tuple[float, int, _Task | None]] = []
         """When which task ends; None: the user's thread goes on."""
         self._spans: list[Span] = []
@@ -197,7 +201,8 @@ class _Simulation:
     ) -> Iterator[_Task | float]:
         """The training loop: yields tasks to compute or to wait for, and seconds to spend."""
         phases, number = self._program.phases, 0
-        last_ops = self._last_ops(again=micro_batches > 1)
+        last = "backward_next" if micro_batches > 1 else "backward_first"
+        last_ops = with_squares(self._program.plan, phases[last].ops, again=micro_batches > 1)
         begun: list[_Task] = []
         for step in range(steps):
             updates = {op.value.unit: op for op in phases["update"].ops}
@@ -226,17 +231,6 @@ class _Simulation:
             if self._host_seconds:
                 yield self._host_seconds
 
-    def _last_ops(self, *, again: bool) -> list[Op]:
-        """The last backward of a step: the squares of each gradient are summed as it goes home."""
-        plan, phases = self._program.plan, self._program.phases
-        ops = phases["backward_next" if again else "backward_first"].ops
-        comes = {use: index for index, op in enumerate(ops) for use in op.writes}
-        squares = dict[int, Op]()
-        for op in phases["norm"].ops[:-1]:
-            at = passing(plan, op.value.unit, again=again)
-            squares[comes[at]] = square(plan, op.value.unit, at)
-        return [one for index, op in enumerate(ops) for one in (op, squares.get(index)) if one]
-
     def _advance(self, user: Iterator[_Task | float]) -> None:
         """Resume the user's thread until it blocks."""
         action = next(user, None)
@@ -262,6 +256,9 @@ class _Simulation:
                     task = _Task(one, (number, op.deadline), self._serial)
                     task.phase, task.step, task.seconds = phase, step, seconds
                     task.of_user = one.verb in _COMPUTES
+                    if len(piece) > 1 or len(pieces) > 1:
+                        task.takes_slot, task.frees_slot = one is piece[0][0], one is piece[-1][0]
+                        task.at_once = not task.takes_slot and piece[0][0].lane is Lane.DISK
                     self._schedule.add(task, last)
                     tasks.append(task)
                     last = [task]
@@ -274,10 +271,10 @@ class _Simulation:
         if id(op) not in self._templates:
             plan, (before, after) = self._program.plan, parts_of(self._program.plan, op)
             ops = [one for one in (*before, op, *after) if one is op or self._moves(one)]
-            count = 1
-            if len(ops) > 1:
+            count, beside = 1, op.lane is Lane.CPU and not self._machine.device_is_cpu
+            if len(ops) > 1 or (op.verb in STREAMED and beside):
                 chunks = len(plan.profile.units[op.value.unit].chunks)
-                count = min(chunks, plan.profile.chunk_stages)
+                count = max(1, min(chunks, plan.profile.chunk_stages))
             pieces = [[self._cut(one, at, count) for one in ops] for at in range(count)]
             self._templates[id(op)] = list(cells(op.reads)), list(cells(op.writes)), pieces
         return self._templates[id(op)]
@@ -305,10 +302,18 @@ class _Simulation:
             self._unblock()
             task.go(State.RUNNING)
             self._begin(task)
-        for lane in Lane:
-            if lane not in self._running and (first := self._schedule.take(lane)):
+        for lane, taken in self._taken.items():
+            while self._may_take(lane) and (first := self._schedule.take(lane)):
                 assert isinstance(first, _Task)
-                self._begin(first)
+                taken.append(first)
+            if taken and lane not in self._running:
+                self._begin(taken[0])
+
+    def _may_take(self, lane: Lane) -> bool:
+        """Whether a lane takes one more: what it has taken nothing overtakes."""
+        if lane is Lane.DISK:
+            return sum(task.op.bytes for task in self._taken[lane]) < FLYING_BYTES_MAX
+        return not self._taken[lane] and lane not in self._running
 
     def _may_compute(self, task: _Task) -> bool:
         """Whether the user's thread may compute `task` now."""
@@ -366,6 +371,8 @@ class _Simulation:
         self._schedule.finish(task)
         task.stop = -1.0  # It ends once, whatever ends are still in the list.
         self._running = {by: one for by, one in self._running.items() if one is not task}
+        if not task.of_user:
+            self._taken[task.op.lane].popleft()
         if task.op.verb is not Verb.COLLECT:
             span = Span(task.op.lane, task.op, task.phase, task.step, task.start, self._now)
             self._spans.append(span)

@@ -27,6 +27,7 @@ from offload.planning.layout import Plan
 from offload.planning.profile import CHUNK_STAGES
 from offload.planning.tiers import Tier
 from offload.program.ops import Lane, Op, cells, part_of
+from offload.program.schedule import FLYING_BYTES_MAX
 from offload.runtime.stats import SPANS_MAX, Ran
 from offload.runtime.store import Store
 from offload.runtime.works import Add, At, Copy, Job, Squares, Transfer, Update, Work, item
@@ -34,7 +35,7 @@ from offload.runtime.works import Add, At, Copy, Job, Squares, Transfer, Update,
 RUNNER_VARIABLE = "OFFLOAD_RUNNER"
 """Environment variable: `python` runs everything in Python, by the reference, where C++ could."""
 
-RUNNER_VERSION = 13
+RUNNER_VERSION = 14
 """Of the native runner, as `src/module.cpp` has it."""
 
 _LANES = tuple(Lane)
@@ -101,7 +102,14 @@ class Native:
 
         stages = CHUNK_STAGES if plan is None else plan.profile.chunk_stages
         self._runner = runner = _native.open(
-            len(_LANES), _NUMBER[Lane.DISK], stages, kept, driver, pace and told, threads
+            len(_LANES),
+            _NUMBER[Lane.DISK],
+            stages,
+            FLYING_BYTES_MAX,
+            kept,
+            driver,
+            pace and told,
+            threads,
         )
         self._numbers: dict[object, int] = {}
         """Of every place."""

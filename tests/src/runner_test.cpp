@@ -61,7 +61,7 @@ private:
 class Model {
 public:
     explicit Model(unsigned seed, const driver::DriverPtr& driver = nullptr)
-        : device(driver), luck_(seed), runner({LANES, DISK, SLOTS, 64, driver, {}, true}) {}
+        : device(driver), luck_(seed), runner({LANES, DISK, SLOTS, 64 << 20, 64, driver, {}, true}) {}
 
     int any(int below) { return int(luck_() % unsigned(below)); }
 
@@ -377,7 +377,7 @@ void test_a_device(unsigned seed, const StandIn& stand_in) {
 }
 
 void test_what_must_not_be_is_refused() {
-    Runner runner({1, 0, 1, 1, nullptr, {}, false});
+    Runner runner({1, 0, 1, 1, 1, nullptr, {}, false});
     int refused = 0;
     const auto refuses = [&](auto call) {
         try {

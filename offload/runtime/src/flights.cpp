@@ -15,7 +15,8 @@
 
 namespace runner {
 
-// What is written frees a slot when it is over, so it goes first.
+// What a drive has brought is worked on and written before all else: slots are few, and while none
+// is free the drive stands still.
 constexpr Key AT_ONCE{std::numeric_limits<int64_t>::min(), 0};
 
 // Begin the next link of a stream, in a slot of its own.
@@ -36,9 +37,10 @@ void Runner::next_stage(const TaskPtr& stream, size_t link, size_t stage, int sl
         return;
     }
     const Stage& one = stages[stage];
+    const bool brought = stage > 0 && stages.front().part == Part::READ;
     const TaskPtr task = std::make_shared<Task>();
     task->lane = one.lane;
-    task->key = one.part == Part::WRITE ? AT_ONCE : stream->key;
+    task->key = brought ? AT_ONCE : stream->key;
     task->work = one.work;
     task->settings = stream->settings;
     task->bytes = one.bytes;

@@ -161,7 +161,8 @@ static std::vector<TaskPtr> start(Runner& runner, const Phase& phase, int64_t pa
     return tasks;
 }
 
-static std::shared_ptr<Runner> open_runner(int lanes, int disk, int slots, size_t ran_max,
+static std::shared_ptr<Runner> open_runner(int lanes, int disk, int slots,
+                                           int64_t flying_bytes_max, size_t ran_max,
                                            const driver::DriverPtr& driver,
                                            const nb::object& pace, bool threads) {
     Pace paced;
@@ -178,7 +179,8 @@ static std::shared_ptr<Runner> open_runner(int lanes, int disk, int slots, size_
         const WithoutGil released;
         delete runner;
     };
-    return {new Runner({lanes, disk, slots, ran_max, driver, std::move(paced), threads}), close};
+    return {new Runner({lanes, disk, slots, flying_bytes_max, ran_max, driver, std::move(paced), threads}),
+            close};
 }
 
 // The GIL is let go where it may take a while.
@@ -191,7 +193,7 @@ static bool waiting(Runner& runner, Task& task, double seconds) {
 
 NB_MODULE(_runner, module) {
     nb::set_leak_warnings(false);  // a model that is still attached at exit holds its ops
-    module.attr("VERSION") = 13;  // as offload/runtime/native.py has it
+    module.attr("VERSION") = 14;  // as offload/runtime/native.py has it
     nb::class_<Task>(module, "Task", nb::dynamic_attr())
         .def_ro("serial", &Task::serial)
         .def_ro("of_user", &Task::of_user)
@@ -264,7 +266,7 @@ NB_MODULE(_runner, module) {
         .def("used", &Runner::used)
         .def("ran", &Runner::ran);
     module.def("open", &open_runner, nb::arg("lanes"), nb::arg("disk"), nb::arg("slots"),
-               nb::arg("kept"), nb::arg("driver").none(), nb::arg("pace").none(),
-               nb::arg("threads"), nb::keep_alive<0, 6>());
+               nb::arg("flying"), nb::arg("kept"), nb::arg("driver").none(), nb::arg("pace").none(),
+               nb::arg("threads"), nb::keep_alive<0, 7>());
     without_gil::prepare_for_the_end();
 }

@@ -211,7 +211,7 @@ void Runner::work_on(Lane& lane) {
             std::rethrow_exception(lane.failure);
         }
         const bool may_begin = !stopped_ && !lane.failure &&
-                               lane.flying_bytes < FLYING_BYTES_MAX &&
+                               lane.flying_bytes < options_.flying_bytes_max &&
                                lane.queued.size() < QUEUED_MAX;
         if (Task* task = may_begin ? next(lane) : nullptr) {
             turn.tell();

@@ -35,10 +35,6 @@ double now();  // as Python's time.perf_counter
 // takes as long (14 us beside 8 us for 64 KiB and 17 us for 128 KiB, measured).
 constexpr size_t AT_HAND_BYTES_MAX = 128 << 10;
 
-// Transfers of files are begun as long as those under way are of fewer bytes: that keeps a drive
-// busy, and what is urgent waits for no more.
-constexpr int64_t FLYING_BYTES_MAX = 64 << 20;
-
 // So many works of a lane are queued on its stream at once: the next begins when one ends.
 constexpr size_t QUEUED_MAX = 2;
 
@@ -77,6 +73,7 @@ struct Options {
     int lanes;
     int disk;      // which of them is that of the drives
     int slots;     // of each staging ring
+    int64_t flying_bytes_max;  // as FLYING_BYTES_MAX of program/schedule.py
     size_t ran_max;
     driver::DriverPtr driver;  // none where the CPU computes
     Pace pace;
