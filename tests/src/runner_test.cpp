@@ -61,7 +61,8 @@ private:
 class Model {
 public:
     explicit Model(unsigned seed, const driver::DriverPtr& driver = nullptr)
-        : device(driver), luck_(seed), runner({LANES, DISK, SLOTS, 64 << 20, 64, driver, {}, true}) {}
+        : device(driver), luck_(seed),
+          runner({LANES, DISK, SLOTS, 64 << 20, 64, driver, {}, true}) {}
 
     int any(int below) { return int(luck_() % unsigned(below)); }
 

@@ -179,7 +179,8 @@ static std::shared_ptr<Runner> open_runner(int lanes, int disk, int slots,
         const WithoutGil released;
         delete runner;
     };
-    return {new Runner({lanes, disk, slots, flying_bytes_max, ran_max, driver, std::move(paced), threads}),
+    return {new Runner({lanes, disk, slots, flying_bytes_max, ran_max, driver, std::move(paced),
+                        threads}),
             close};
 }
 
