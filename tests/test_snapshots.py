@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -16,11 +17,13 @@ from tests.training import (
     RESIDENT,
     Net,
     Run,
+    assert_same,
     attached,
     batch,
     config_of,
     fp32,
     plain,
+    result_of,
     same_bits,
 )
 
@@ -38,6 +41,20 @@ def test_edits_put_home_to_make_room_are_what_the_next_forward_uses(tmp_path: Pa
                 parameter.data.mul_(2)
             outputs.append(run.model(tokens))
     assert all(same_bits(one, outputs[0]) for one in outputs)
+
+
+def test_zeros_assigned_where_no_gradient_was_are_one() -> None:
+    """On nvme nothing is there to be equal to them."""
+    found = []
+    for home in ("cpu", "nvme"):
+        with TemporaryDirectory() as folder, attached(("cpu", home, "cpu"), Path(folder)) as run:
+            for parameter in run.model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            run.loss().backward()
+            run.step()
+            plain(run, 1)
+            found.append(result_of(run))
+    assert_same(*found)
 
 
 def test_snapshots_that_are_held_make_no_use_a_miss(tmp_path: Path) -> None:

@@ -279,6 +279,8 @@ class Snapshots:
             yield Value(key.kind, key.unit, one.chunk), one.chunk_start * item, part
 
     def _is_at_home(self, value: Value, at: int, part: torch.Tensor) -> bool:
+        if self._chunks.written(value) is None:
+            return False
         home = self._chunks.read(value)[at : at + part.numel()]
         return torch.equal(part, home.to(part.device))
 

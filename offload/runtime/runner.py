@@ -383,14 +383,21 @@ class ChunkCache:
         self._runner = runner
         self._last: tuple[Value, object, torch.Tensor] | None = None
 
-    def read(self, value: Value) -> torch.Tensor:
-        """The bytes of a chunk at home, to be changed only by the one that writes it next."""
+    def written(self, value: Value) -> object:
+        """What tells the last write of a chunk from others; None where nothing was written, as a
+        gradient on nvme before a backward has come there."""
         runner = self._runner
         if runner.store is None or runner.plan.home(value.kind, value.unit).tier != "nvme":
-            return runner.read_home(value)
+            return "memory"
         unit = runner.plan.profile.units[value.unit].name
-        written = runner.store.entry(value.kind, unit, value.chunk)  # Another one by each write.
-        if written is None and value.kind == "gradient":  # No backward has come here.
+        return runner.store.entry(value.kind, unit, value.chunk)
+
+    def read(self, value: Value) -> torch.Tensor:
+        """The bytes of a chunk at home, to be changed only by the one that writes it next."""
+        runner, written = self._runner, self.written(value)
+        if written == "memory":
+            return runner.read_home(value)
+        if written is None and value.kind == "gradient":
             return host_tensor(runner.memory.extent(value)[1])
         if self._last is None or self._last[:2] != (value, written):
             self._last = None  # Before the next one takes memory.
