@@ -102,7 +102,8 @@ def read(directory: str) -> tuple[dict[str, Any], dict[str, Any]]:
         for slot in state["slots"]:
             if slot not in sets:
                 sets[slot] = read_set(directory, slot)
-            assert sets[slot][name].shape == sets["model"][name].shape
+            groups = slot.endswith("_scale")  # One dimension, whatever the parameter has.
+            assert groups or sets[slot][name].shape == sets["model"][name].shape
     return run, sets
 
 

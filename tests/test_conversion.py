@@ -247,3 +247,29 @@ def test_another_optimizer_is_refused(tmp_path: Path) -> None:
     file.write_bytes(content.replace(b"exp_avg_sq", b"exp_inf_xx"))
     with pytest.raises(ValueError, match="exp_avg, exp_inf_xx: an optimizer that is not offered"):
         convert(str(tmp_path / "ds"), str(tmp_path / "save"))
+
+
+@pytest.mark.parametrize(("states", "home"), [("exact", "nvme"), ("compact", "cpu")])
+def test_of_a_durable_run_the_last_commit_is_that_save(
+    states: str, home: str, tmp_path: Path
+) -> None:
+    config = {"durable": str(tmp_path / "run"), "commit_every": 1, "states": states}
+    with attached((home,) * 3, tmp_path, **config) as one:
+        one.engine.user_state = lambda: {"at": one.engine.steps}
+        for number in range(3):
+            plain(one, number)
+        offload.save(one.model, one.optimizer, tmp_path / "saved", user={"at": 3})
+    assert convert(str(tmp_path / "run"), str(tmp_path / "converted")) == []
+    (run, sets), (again, found) = (
+        save_reader.read(str(tmp_path / name)) for name in ("saved", "converted")
+    )
+    for state in run["optimizer"]["states"].values():  # Compact moments are float32 there.
+        state["slots"] = {k: v for k, v in state["slots"].items() if not k.endswith("_scale")}
+    assert {"frozen": True, **again} == run
+    assert found.keys() == {prefix for prefix in sets if not prefix.endswith("_scale")}
+    for prefix, tensors in found.items():
+        assert tensors.keys() == sets[prefix].keys()
+        assert all((sets[prefix][name] == one).all() for name, one in tensors.items())
+    main(["convert", str(tmp_path / "run"), str(tmp_path / "weights"), "--to", "huggingface"])
+    (weights,) = (tmp_path / "weights").glob("*.safetensors")
+    assert load_file(weights).keys() == sets["model"].keys()

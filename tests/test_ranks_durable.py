@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 
 from offload.checkpoint.commits import Made, RunDirectory, last_of_all
+from offload.checkpoint.conversion import convert
 from offload.checkpoint.inspection import inspect
+from tests import save_reader
 from tests.ranks import Failed, How, World, worlds_of
 from tests.ranks_durable import Life
 
@@ -70,6 +72,14 @@ def test_a_run_goes_on_in_other_places(
     inspected = inspect(tmp_path / "run")
     assert not inspected.broken
     assert inspected.rows["rank-1: step"] == str(STEPS)
+    (run, sets), (_, same) = (
+        save_reader.read(convert(str(tmp_path / name), str(made)) or str(made))
+        for name, made in (("run", tmp_path / "saved"), ("whole", tmp_path / "other"))
+    )
+    assert run["step"] == STEPS
+    assert {k: {n: x.tobytes() for n, x in v.items()} for k, v in sets.items()} == {
+        k: {n: x.tobytes() for n, x in v.items()} for k, v in same.items()
+    }
     for rank in (0, 1):
         assert third[rank][1] == wanted[rank][1]
         losses = first[rank][2] + second[rank][2] + third[rank][2]

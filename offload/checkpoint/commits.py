@@ -32,7 +32,7 @@ import shutil
 import socket
 import stat
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, BinaryIO, NamedTuple, NoReturn
 
@@ -312,18 +312,8 @@ class RankDirectory(RunDirectory):
         """Of the parts of all ranks whose directories are here, this one's first."""
         if (last := self._found) is None:
             return None
-        found = []
-        for rank in sorted(range(last.ranks), key=lambda rank: rank != self._group.rank):
-            for name in (COMMIT, PREVIOUS):
-                if os.path.exists(os.path.join(self._of(rank), name)):
-                    commit, layout = read_commit(self._of(rank), name)
-                    if commit["run"]["part"] == last._asdict():
-                        found.append((self._of(rank), commit, layout))
-                        break
-        if not found:
-            told = f"asked to go on from commit {last.number}; found none of it: likely {ELSEWHERE}"
-            raise FileNotFoundError(errno.ENOENT, told, self._parent)
-        return CommitReader(found, self._parent)
+        order = sorted(range(last.ranks), key=lambda rank: rank != self._group.rank)
+        return CommitReader(read_parts(self._parent, last, order), self._parent)
 
     def all_or_none(self, make: Callable[[], object]) -> None:
         """Make it on all of them, or on none."""
@@ -389,6 +379,22 @@ def last_of_all(made: Mapping[int, list[Made]], where: str) -> Made | None:
         "anew under another name"
     )
     raise FileNotFoundError(errno.ENOENT, told, where)
+
+
+def read_parts(parent: str, last: Made, ranks: Iterable[int]) -> list[tuple[str, Any, Any]]:
+    """What is here of a commit of several ranks: of each its directory, commit and layout."""
+    found = []
+    for path in (os.path.join(parent, f"{RANK}{rank}") for rank in ranks):
+        for name in (COMMIT, PREVIOUS):
+            if os.path.exists(os.path.join(path, name)):
+                commit, layout = read_commit(path, name)
+                if commit["run"]["part"] == last._asdict():
+                    found.append((path, commit, layout))
+                    break
+    if not found:
+        told = f"asked to go on from commit {last.number}; found none of it: likely {ELSEWHERE}"
+        raise FileNotFoundError(errno.ENOENT, told, parent)
+    return found
 
 
 def _named(commit: Mapping[str, Any]) -> set[str]:

@@ -16,7 +16,13 @@ import torch
 
 import aio
 from cpu_adam.reference import join, split
-from offload.checkpoint.commit_reader import COMMIT
+from offload.checkpoint.commit_reader import (
+    COMMIT,
+    RANK,
+    CommitReader,
+    read_commit,
+)
+from offload.checkpoint.commits import last_of_all, made_in, read_parts
 from offload.checkpoint.deepspeed_shards import Checkpoint, is_deepspeed, open_deepspeed
 from offload.checkpoint.directory import (
     FORMAT,
@@ -42,8 +48,9 @@ def convert(source: str, target: str, kind: str = "save", dtype: str | None = No
     """Write a checkpoint as another one, which is there whole or not at all.
 
     Args:
-        source: a directory of `offload.save`, a folder of Hugging Face (safetensors), of
-            torch.distributed.checkpoint, or of DeepSpeed (ZeRO 1 to 3).
+        source: a directory of `offload.save`, a durable run, of which the last commit is taken, a
+            folder of Hugging Face (safetensors), of torch.distributed.checkpoint, or of DeepSpeed
+            (ZeRO 1 to 3).
         target: a new directory; as a save also that of an earlier one, which it replaces.
         kind: `save`; `dcp`, of torch.distributed.checkpoint; or `huggingface`: weights alone.
         dtype: of the parameters, `bfloat16` or `float32`; None: as they are, those of DeepSpeed as
@@ -95,15 +102,32 @@ def _open(where: str, backend: aio.Backend, opened: ExitStack) -> Checkpoint:
         from offload.checkpoint.dcp_folder import open_dcp
 
         return open_dcp(where)
-    if COMMIT in names:
-        raise ValueError(
-            f"{where}: asked to convert it; found a durable run; try attach(..., "
-            "Config(durable=...)), which goes on from it, and offload.save"
-        )
+    if COMMIT in names or RANK + "0" in names:
+        return _open_run(where, COMMIT in names, opened)
     raise ValueError(
         f"{where}: asked to convert it; found no {RUN}, no model.safetensors, no .metadata and no "
         "mp_rank_00_model_states.pt: likely another directory, or weights pickled in a .bin file"
     )
+
+
+def _open_run(where: str, alone: bool, opened: ExitStack) -> Checkpoint:
+    """The last commit of a durable run, or of one over ranks the last that all of them have."""
+    if alone:
+        parts = [(where, *read_commit(where))]
+    else:
+        names = [one for one in os.listdir(where) if one.startswith(RANK)]
+        made = {int(one.removeprefix(RANK)): made_in(os.path.join(where, one)) for one in names}
+        if (last := last_of_all(made, where)) is None:
+            raise ValueError(f"{where}: asked to convert it; found no commit of all ranks")
+        parts = read_parts(where, last, range(last.ranks))
+    reader = opened.enter_context(closing(CommitReader(parts, where)))
+    run, sets = {"format": FORMAT, **reader.commit["run"]}, {WEIGHTS: reader.tensors}
+    run.pop("part", None)
+    states = states_of(run)
+    for name, state in states.items():
+        for slot, dtype in state["slots"].items():
+            sets.setdefault(slot, {})[name] = reader.tensors[name]._replace(dtype=dtype)
+    return Checkpoint(sets, reader.values, run, states or sets[WEIGHTS])
 
 
 def _open_sets(where: str, whole: bool, backend: aio.Backend, opened: ExitStack) -> Checkpoint:

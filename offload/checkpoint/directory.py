@@ -113,6 +113,7 @@ def read_run(directory: str) -> dict[str, Any]:
         told = "asked to load a save; found none: likely another directory, or one never finished"
         if os.path.exists(os.path.join(directory, "commit.json")):
             told = "asked to load a save; found a durable run; try attach with Config(durable=...)"
+            told += ", or `offload convert`, which writes it as a save"
         elif os.path.exists(os.path.join(directory, "config.json")):
             told = "asked to load a save; found a folder of Hugging Face; try from_pretrained"
         raise FileNotFoundError(errno.ENOENT, told, path) from error

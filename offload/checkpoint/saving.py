@@ -481,7 +481,8 @@ def check_sets(sets: Sets, found: Sets, asked: str) -> None:
 def check_run(run: Mapping[str, Any], optimizer: Optimizer, scheduler: Any, asked: str) -> None:
     """Refuse a run that cannot go on with this optimizer."""
     saved = run.get("optimizer")
-    alone = "load(model, None, ...) takes the weights of a save alone"
+    alone = "load(model, None, ...) takes the weights of a save alone (`offload convert` writes a "
+    alone += "durable run as one)"
     if saved is None:
         raise ValueError(f"{asked}; found a save of weights alone; {alone}")
     if ("scheduler" in run) != (scheduler is not None):

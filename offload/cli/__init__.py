@@ -22,7 +22,7 @@ COMMANDS = {
     "bench": "measure what this machine gives: adam, nvme",
     "doctor": "what this machine has and what is missing, one fix per line",
     "report": "where the time of a run went, and what would help most",
-    "convert": "checkpoints of DeepSpeed and Hugging Face to saves, saves to weights",
+    "convert": "durable runs, DeepSpeed and Hugging Face to saves, saves to weights",
     "inspect": "what is in a save, and whether all of it is whole",
 }
 """What each command does, for the help; the module of the same name holds it."""

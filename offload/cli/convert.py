@@ -23,8 +23,9 @@ _Dtype = tyro.conf.arg(metavar="{bfloat16,float32}", help_behavior_hint="")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Convert:
     """Write a checkpoint as one of another kind. It is read from a directory of offload.save, a
-    folder of safetensors (Hugging Face), of torch.distributed.checkpoint, or of DeepSpeed (ZeRO 1
-    to 3, of any number of ranks; DeepSpeed need not be there).
+    durable run (its last commit), a folder of safetensors (Hugging Face), of
+    torch.distributed.checkpoint, or of DeepSpeed (ZeRO 1 to 3, of any number of ranks; DeepSpeed
+    need not be there).
     """
 
     source: tyro.conf.Positional[Annotated[str, _Source]]
