@@ -83,7 +83,7 @@ class Run:
     versions: Mapping[str, str]
     """Of offload, torch and Python."""
     steps: int
-    """Steps since attach."""
+    """Taken in all, those before a resume too."""
     homes: Sequence[tuple[str, str, int]]
     """(kind, tier, bytes) of what lives where."""
     tiers: Mapping[str, tuple[int, int]]

@@ -512,7 +512,7 @@ def check_run(run: Mapping[str, Any], optimizer: Optimizer, scheduler: Any, aske
     frozen = {one.name for _, one in _parameters(optimizer.engine) if not one.trainable}
     if lost := sorted(frozen & saved["states"].keys()):
         raise ValueError(
-            f"{asked}; found states of {', '.join(lost[:3])}, which was frozen when the model was "
+            f"{asked}; found states of {', '.join(lost[:3])}, frozen when the model was "
             "attached; attach with it trained, load, and freeze it then"
         )
     for owner, one in _parameters(optimizer.engine):

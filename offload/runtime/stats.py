@@ -162,6 +162,7 @@ class Report:
     """What an engine has done since it was attached."""
 
     steps: int
+    """Taken in all, those before a resume too."""
     misses: int
     """Uses of a unit in another order than in the pass before."""
     lanes: Mapping[str, LaneUse]
@@ -173,7 +174,7 @@ class Report:
 
     def __str__(self) -> str:
         lines = [
-            f"{self.steps} steps; {self.wall_s:.2f} s since attach, "
+            f"step {self.steps}; {self.wall_s:.2f} s since attach, "
             f"{self.wall_s - self.compute_s:.2f} s of them waiting for lanes; "
             f"{self.misses} misses (units used in another order than the one seen before)",
             f"{'lane':8} {'busy':>10} {'exposed':>10} {'moved':>10}",
