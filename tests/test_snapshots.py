@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import offload
+from offload.program.ops import Op, Verb
 from offload.runtime.store import Store
 from tests.training import (
     RESIDENT,
@@ -53,6 +54,26 @@ def test_zeros_assigned_where_no_gradient_was_are_one() -> None:
             run.loss().backward()
             run.step()
             plain(run, 1)
+            found.append(result_of(run))
+    assert_same(*found)
+
+
+def test_a_gradient_edited_after_a_step_is_not_what_its_update_takes() -> None:
+    """However late the update is."""
+
+    def late(op: Op, since: float) -> float:
+        return since + 0.05 * (op.verb is Verb.UPDATE)
+
+    found = []
+    for waits in (True, False):
+        with attached(("cpu", "cpu", "cpu"), (), pace=late) as run:
+            run.loss().backward()
+            run.optimizer.step()
+            if waits:
+                run.engine.settle()
+            for parameter in run.model.parameters():
+                parameter.grad.fill_(7.0)
+            run.engine.snapshots.boundary()
             found.append(result_of(run))
     assert_same(*found)
 

@@ -105,6 +105,7 @@ WAITS = (
         "runtime/runner",
         "((), touched) if to_write",
         "(touched, ()) if to_write",
+        ("test_snapshots",),
     ),
     Wait(
         "weights: of a unit beside the slot",

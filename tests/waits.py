@@ -95,6 +95,8 @@ def verdict(wait: Wait) -> str:
         return gone
     if ran.returncode == 0:
         return "SURVIVES"
+    if ran.returncode < 0:
+        return f"ends by signal {-ran.returncode} |"
     found = _FAILED.search(output)
     if ran.returncode != pytest.ExitCode.TESTS_FAILED or found is None:
         return f"DOES NOT RUN: {output.strip().splitlines()[-1:]}"
