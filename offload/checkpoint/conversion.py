@@ -16,12 +16,7 @@ import torch
 
 import aio
 from cpu_adam.reference import join, split
-from offload.checkpoint.commit_reader import (
-    COMMIT,
-    RANK,
-    CommitReader,
-    read_commit,
-)
+from offload.checkpoint.commit_reader import COMMIT, RANK, CommitReader, read_commit
 from offload.checkpoint.commits import last_of_all, made_in, read_parts
 from offload.checkpoint.deepspeed_shards import Checkpoint, is_deepspeed, open_deepspeed
 from offload.checkpoint.directory import (
@@ -102,7 +97,7 @@ def _open(where: str, backend: aio.Backend, opened: ExitStack) -> Checkpoint:
         from offload.checkpoint.dcp_folder import open_dcp
 
         return open_dcp(where)
-    if COMMIT in names or RANK + "0" in names:
+    if COMMIT in names or f"{RANK}0" in names:
         return _open_run(where, COMMIT in names, opened)
     raise ValueError(
         f"{where}: asked to convert it; found no {RUN}, no model.safetensors, no .metadata and no "
@@ -115,8 +110,9 @@ def _open_run(where: str, alone: bool, opened: ExitStack) -> Checkpoint:
     if alone:
         parts = [(where, *read_commit(where))]
     else:
-        names = [one for one in os.listdir(where) if one.startswith(RANK)]
-        made = {int(one.removeprefix(RANK)): made_in(os.path.join(where, one)) for one in names}
+        numbers = [one.removeprefix(RANK) for one in os.listdir(where) if one.startswith(RANK)]
+        here = [number for number in numbers if number.isdigit()]
+        made = {int(rank): made_in(os.path.join(where, RANK + rank)) for rank in here}
         if (last := last_of_all(made, where)) is None:
             raise ValueError(f"{where}: asked to convert it; found no commit of all ranks")
         parts = read_parts(where, last, range(last.ranks))

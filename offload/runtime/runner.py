@@ -384,8 +384,8 @@ class ChunkCache:
         self._last: tuple[Value, object, torch.Tensor] | None = None
 
     def written(self, value: Value) -> object:
-        """What tells the last write of a chunk from others; None where nothing was written, as a
-        gradient on nvme before a backward has come there."""
+        """What tells the last write of a chunk on nvme from others, None where nothing was written
+        yet, as of a gradient before a backward; "memory" of what lives there."""
         runner = self._runner
         if runner.store is None or runner.plan.home(value.kind, value.unit).tier != "nvme":
             return "memory"
