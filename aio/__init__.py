@@ -14,7 +14,7 @@ Knows nothing of tensors and imports nothing of `offload` or `cpu_adam`.
 """
 
 from aio.backends import BACKEND_NAMES, Probe, open_backend, probe
-from aio.chunks import CHECK_BYTES, ChunkEntry, Chunks
+from aio.chunks import ChunkEntry, Chunks
 from aio.file import Backend, File
 from aio.region import Region
 from aio.scratch import create_file, create_scratch
@@ -37,7 +37,6 @@ __all__ = [
     "ALIGN_BYTES",
     "Backend",
     "BACKEND_NAMES",
-    "CHECK_BYTES",
     "ChunkEntry",
     "Chunks",
     "create_file",

@@ -22,8 +22,9 @@ BACKEND_VARIABLE = "AIO_BACKEND"
 """Environment variable: name of the backend to use."""
 BACKEND_NAMES = ("io_uring", "linux_aio", "threads", "libaio", "python")
 """Every backend there is, in order of preference."""
-DEPTH = 32
-"""Pieces under way at once, where nobody says otherwise."""
+DEPTH, PIECE_BYTES = 16, 4 << 20
+"""Pieces under way at once, and bytes of the longest, where nobody says otherwise. More keeps no
+drive busier, and what waits in the engine instead goes on by turns, as reads and writes."""
 THREADS_MAX = 32
 """Threads of the `python` backend, however great the depth."""
 ENGINE_VERSION = 5
@@ -58,7 +59,7 @@ def open_backend(
     name: str | None = None,
     *,
     depth: int = DEPTH,
-    piece_bytes: int = 4 << 20,
+    piece_bytes: int = PIECE_BYTES,
     inflight_bytes_max: int = 256 << 20,
     io: IO | None = None,
 ) -> Backend:

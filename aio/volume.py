@@ -40,8 +40,6 @@ Directory = str | os.PathLike[str]
 NativePart: TypeAlias = tuple[int, int, int, int, int, int]
 """Address of an engine, descriptor, alignment, start and size in the memory, offset in the file."""
 
-Openers: TypeAlias = Callable[[], Backend] | Sequence[Callable[[], Backend]]
-
 
 class Extent(NamedTuple):
     """Bytes [start, stop) of a transfer, which lie from `offset` on in the file of `drive`."""
@@ -266,7 +264,7 @@ def place_volume(
 def create_volume(
     directories: Directory | Sequence[Directory],
     bytes: int,
-    open_backend: Openers,
+    open_backend: Callable[[], Backend],
     *,
     weights: Sequence[float] | None = None,
     unit_bytes: int = UNIT_BYTES,
@@ -281,8 +279,7 @@ def create_volume(
     Args:
         directories: one, or several on different drives.
         bytes: size of the volume, positive.
-        open_backend: makes a backend, once per file in the order of the directories; or a list of
-            such, one for each directory.
+        open_backend: makes a backend, once per file.
         weights: by directory, its share, best its measured speed; by default all are equal.
         unit_bytes: bytes on one drive before the next one's turn.
         name: of its files, which stay; by default they are unnamed, see `create_scratch`.
@@ -301,7 +298,7 @@ def create_volume(
     with ExitStack() as opened:
         backends = []
         for drive, one in enumerate(used):
-            backends.append(_openers(open_backend, len(folders))[one]())
+            backends.append(open_backend())
             opened.callback(backends[-1].close)
             if not there:
                 _check_room(backends[-1], folders[one], layout.bytes_on(drive, size))
@@ -328,17 +325,6 @@ def _folders(directories: Directory | Sequence[Directory]) -> list[Directory]:
 
 def _whole(bytes: int) -> int:
     return -(-bytes // ALIGN_BYTES) * ALIGN_BYTES
-
-
-def _openers(given: Openers, count: int) -> Sequence[Callable[[], Backend]]:
-    """What makes the backend of each of `count` directories."""
-    openers = [given] * count if callable(given) else given
-    if len(openers) != count:
-        raise ValueError(
-            f"volume over {count} directories with {len(openers)} openers of backends: "
-            "expected one for each, or a single one for all"
-        )
-    return openers
 
 
 def _check_room(backend: Backend, folder: Directory, share: int) -> None:

@@ -7,14 +7,21 @@ import json
 import os
 import subprocess
 from functools import partial
-from random import Random
+from typing import NamedTuple
 
 import aio
 from offload.cli.drive_fio import ENGINES, check_fio
-from offload.cli.drive_load import Load, Setting, search, settings
+from offload.cli.drive_load import Load
 
-FIO_SETTINGS = ((1 << 20, 8), (1 << 20, 32), (4 << 20, 8))
-"""Bytes of a block, and blocks under way each way."""
+
+class Setting(NamedTuple):
+    """Bytes of a block, and blocks under way each way."""
+
+    block_bytes: int
+    depth: int
+
+
+FIO_SETTINGS = (Setting(1 << 20, 8), Setting(1 << 20, 32), Setting(4 << 20, 8))
 NO_MORE_BYTES = 1 << 60
 
 
@@ -24,14 +31,12 @@ class Disk(Load):
     def __init__(self, directory: str, size: int) -> None:
         with contextlib.closing(aio.open_backend()) as opened:
             super().__init__(directory, size, opened.name)
-            self._backend = opened.name
         self.bytes_written_max = NO_MORE_BYTES
 
     def choose(self) -> None:
         """Take the setting by which fio is fastest. Raises ValueError without fio."""
-        check_fio(self._backend)
-        tried = [Setting(self._backend, *one) for one in FIO_SETTINGS]
-        self.setting = min(tried, key=partial(self.fio, self.file.bytes))
+        check_fio(self.backend)
+        self.setting = min(FIO_SETTINGS, key=partial(self.fio, self.file.bytes))
 
     def fio(self, size: float, setting: Setting | None = None) -> float:
         """Seconds in which fio moves so many bytes, half of them each way, both ways at once."""
@@ -39,7 +44,7 @@ class Disk(Load):
         each_way = max(1, round(size / 2 / setting.block_bytes)) * setting.block_bytes
         command = [
             *("fio", "--name=global", f"--filename=/proc/{os.getpid()}/fd/{self.file.fd}"),
-            *(f"--ioengine={ENGINES[setting.backend]}", f"--direct={int(self.file.direct)}"),
+            *(f"--ioengine={ENGINES[self.backend]}", f"--direct={int(self.file.direct)}"),
             *(f"--bs={setting.block_bytes}", f"--iodepth={setting.depth}", f"--size={half}"),
             *(f"--io_size={each_way}", "--thread", "--allow_file_create=0", "--overwrite=1"),
             *("--fallocate=none", "--invalidate=0", "--scramble_buffers=0"),
@@ -53,13 +58,6 @@ class Disk(Load):
         assert not any(job["error"] for job in jobs), done.stderr
         return max(job[way]["runtime"] for job, way in zip(jobs, ("read", "write"))) / 1e3
 
-    def search(self, seconds: float) -> None:
-        """Take the setting by which `offload bench nvme` reads and writes fastest by turns."""
-        tried = settings(self._backend, "both", self.file.bytes)
-        found = search(tried, partial(self.run, "both"), seconds, choice=Random(0))
-        assert found is not None
-        self.setting = found.setting
-
     def both(self, seconds: float) -> dict[str, float]:
         """Bytes of a second, of about so many, in which it reads and writes by turns."""
-        return {"bytes": self.run("both", self.setting, seconds), "busy": 1.0}
+        return {"bytes": self.run("both", seconds), "busy": 1.0}

@@ -276,7 +276,6 @@ class Bench:
     def row_10(self) -> Iterator[Figure]:
         """The drive, where a small batch leaves the step to it."""
         disk = self._disk()
-        disk.search(0.3 if self._tiny else 15.0)
         model = self._gpt | {"batch": 1, "length": self._gpt["length"] // 4}
         ours = self._turns(self._loop(f"ours {NVME}", model=model, **EARLY))
         bench = partial(disk.both, 0.1 if self._tiny else 2.0)
@@ -286,7 +285,7 @@ class Bench:
         )
         busy = median(one["ours"]["busy"] / one["ours"]["step"] for one in rounds)
         told = f"{median(lane) / 1e9:.2f} GB/s, busy for {busy:.0%} of a step, "
-        told += f"of {median(drive) / 1e9:.2f} GB/s by {disk.setting}"
+        told += f"of {median(drive) / 1e9:.2f} GB/s"
         values = [a / b for a, b in zip(lane, drive)]
         yield Figure(10, "the disk lane in training over bench nvme", ">= 0.9", values, told)
 

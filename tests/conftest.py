@@ -86,3 +86,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
     if len(_passed) == len(cases()):
         TABLE.write_text(render(cases()), encoding="utf-8")
+
+
+@pytest.fixture
+def one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a simulated drive one call is under way at once, so that a number says which."""
+    monkeypatch.setattr("aio.backends.THREADS_MAX", 1)

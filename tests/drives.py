@@ -1,16 +1,13 @@
-"""Drives of given shape, nothing of which is real: how fast by block size, depth and direction.
+"""Drives of given speed, nothing of which is real.
 
-[Note: Little's law]
 A drive that moves `rate` bytes per second while `depth` operations of `block` bytes are under way
-takes depth * block / rate seconds for each (J. Little, 1961). So a shape needs only the rate;
-DriveIO sleeps for what follows from it, and whoever measures finds the rate again.
+takes depth * block / rate seconds for each (J. Little, 1961). DriveIO sleeps for so long, and
+whoever measures finds the rate again.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
-import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,53 +24,20 @@ class Direction:
     bytes_per_s: float
     """Never more than this."""
     latency_s: float = 100e-6
-    """Of an operation that is alone, before its first byte."""
-    lane_bytes_per_s: float = math.inf
-    """Of one operation, however few there are."""
-    depth_knee: float = math.inf
-    """Operations under way beyond which each doubling costs the share `depth_loss`."""
-    depth_loss: float = 0.0
-    block_knee: float = math.inf
-    """Bytes of an operation beyond which each doubling costs the share `block_loss`."""
-    block_loss: float = 0.0
-
-    def rate(self, block_bytes: int, depth: float) -> float:
-        """Bytes per second with `depth` operations of `block_bytes` under way."""
-        alone = block_bytes / (self.latency_s + block_bytes / self.lane_bytes_per_s)
-        rate = min(self.bytes_per_s, depth * alone)
-        rate *= math.pow(1 - self.depth_loss, math.log2(max(1.0, depth / self.depth_knee)))
-        over = math.log2(max(1.0, block_bytes / self.block_knee))
-        return rate * math.pow(1 - self.block_loss, over)
+    """Of an operation that is alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drive:
-    """The shape of a drive, and how much of its speed is chance."""
+    """The shape of a drive, which its directions share."""
 
     read: Direction
     write: Direction
-    duplex: float = 0.0
-    """1: reading and writing do not disturb each other; 0: they share the drive."""
-    noise: float = 0.0
-    """Standard deviation of the logarithm of a measured rate."""
-    slow_share: float = 0.0
-    """Of the time the drive spends in a slow mode."""
-    slow_factor: float = 1.0
-    """How fast it is then, as a share."""
 
-    def seconds(self, writing: bool, block_bytes: int, own: int, other: int) -> float:
-        """What an operation takes with `own` of its direction under way, itself counted.
-
-        other: of the other direction. See [Note: Little's law].
-        """
-        depth = own + (1 - self.duplex) * other
-        direction = self.write if writing else self.read
-        return depth * block_bytes / direction.rate(block_bytes, depth)
-
-    def chance(self, choice: random.Random) -> float:
-        """A factor for a measured rate."""
-        slow = self.slow_factor if choice.random() < self.slow_share else 1.0
-        return slow * math.exp(choice.gauss(0.0, self.noise))
+    def seconds(self, writing: bool, block_bytes: int, under_way: int) -> float:
+        """What an operation takes with so many under way, itself counted."""
+        one = self.write if writing else self.read
+        return max(one.latency_s, under_way * block_bytes / one.bytes_per_s)
 
 
 class DriveIO(SimulatedIO):
@@ -81,7 +45,6 @@ class DriveIO(SimulatedIO):
 
     Args:
         drive: the shape.
-        seed: of its noise, by number of the operation.
         inner: where the bytes go; by default a MemoryIO without limit.
         sleep: how time passes, in seconds.
     """
@@ -89,15 +52,13 @@ class DriveIO(SimulatedIO):
     def __init__(
         self,
         drive: Drive,
-        seed: int = 0,
         inner: IO | None = None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        super().__init__(seed, inner)
+        super().__init__(0, inner)
         self.drive = drive
         self._sleep = sleep
         self._under_way = [0, 0]
-        self._noise = random.Random(f"{seed} noise")
         self._turn = threading.Lock()
 
     def preadv(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
@@ -115,11 +76,10 @@ class DriveIO(SimulatedIO):
         started = time.perf_counter()
         with self._turn:
             self._under_way[writing] += 1
-            own, other = self._under_way[writing], self._under_way[not writing]
-            factor = self.drive.chance(self._noise)
+            under_way = sum(self._under_way)
         try:
             yield
-            wanted = self.drive.seconds(writing, block_bytes, own, other) / factor
+            wanted = self.drive.seconds(writing, block_bytes, under_way)
             # What moving the bytes took in memory is part of it.
             self._sleep(max(0.0, wanted - (time.perf_counter() - started)))
         finally:

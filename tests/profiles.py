@@ -32,9 +32,6 @@ SPEED = DriveSpeed(
     read_bytes_per_s=5.123e9,
     write_bytes_per_s=3e9,
     both_bytes_per_s=4e9,
-    backend="io_uring",
-    block_bytes=1 << 20,
-    depth=8,
     measured="2026-11-21T12:00:00",
 )
 """What was measured of a drive."""

@@ -283,12 +283,13 @@ def test_an_nvme_path_that_does_not_exist_or_is_a_file(tmp_path: Path) -> None:
     assert file.read_text() == "mine"
 
 
+@pytest.mark.usefixtures("one_call")
 @pytest.mark.parametrize("code", some_fast([errno.ENOSPC, errno.EACCES]))
 def test_an_nvme_path_that_fails_at_any_call_of_attach(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def attach(io: SimulatedIO, model: nn.Module, optimizer: Any) -> Any:
-        monkeypatch.setattr(attachment, "Store", partial(Store, io=io, depth=1))
+        monkeypatch.setattr(attachment, "Store", partial(Store, io=io))
         return offload.attach(model, optimizer, config(tmp_path))
 
     whole = SimulatedIO(0)

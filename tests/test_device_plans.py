@@ -15,7 +15,7 @@ from offload.config import Config
 from offload.planning.layout import Place
 from offload.planning.machine import Machine
 from offload.planning.planner import (
-    DRIVE_STAGES,
+    DRIVE_STAGES_MAX,
     LARGE_CHUNK_ELEMENTS,
     BudgetError,
     Grain,
@@ -53,7 +53,8 @@ def test_chunks_are_as_large_as_part_of_the_budgets_allows(
 
 def test_more_chunks_are_under_way_where_a_drive_takes_part_and_memory_has_room() -> None:
     host = replace(HUGE, device_is_cpu=True)
-    for memory, most in (("2GiB", DRIVE_STAGES), ("2047MiB", CHUNK_STAGES)):
+    room = {"3GiB": DRIVE_STAGES_MAX, "3071MiB": DRIVE_STAGES_MAX - 1, "1GiB": CHUNK_STAGES}
+    for memory, most in room.items():
         config = Config(optimizer="nvme", nvme_path=("/nvme",), cpu_memory=memory)
         found = plan_cut(cut_from([unit("wide", 30_000_000)]), config, host)
         slots = [one for one in found.slots if one.use == "state_chunk"]

@@ -131,13 +131,14 @@ def test_a_wait_ends_when_the_lane_fails(
         assert time.perf_counter() - breaker.failed_at < AT_ONCE_S
 
 
+@pytest.mark.usefixtures("one_call")
 @pytest.mark.parametrize("code", some_fast([errno.EIO, errno.ENOSPC]))
 def test_a_drive_that_fails_at_any_call(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def simulated(errors: dict[int, int]) -> SimulatedIO:
         io = SimulatedIO(0, errors=errors)
-        monkeypatch.setattr(attachment, "Store", partial(Store, io=io, depth=1))
+        monkeypatch.setattr(attachment, "Store", partial(Store, io=io))
         return io
 
     def work() -> None:

@@ -190,8 +190,8 @@ def test_measured_speeds_are_kept_and_used(tmp_path: Path, monkeypatch: pytest.M
     assert list(kept.parent.iterdir()) == [kept]
     assert saved_speeds() == ({mount_point(str(tmp_path)): SPEED}, None)
     assert measured_speeds((str(tmp_path),)) == (SPEED,)
-    save_speed("/proc", replace(SPEED, depth=4))
-    assert {speed.depth for speed in saved_speeds()[0].values()} == {4, 8}
+    save_speed("/proc", replace(SPEED, others_percent=4))
+    assert {speed.others_percent for speed in saved_speeds()[0].values()} == {0, 4}
 
 
 DAMAGED = ("{", "[]", '{"drives": 1}', '{"drives": {"/": {"depth": 1}}}')

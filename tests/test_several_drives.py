@@ -132,8 +132,7 @@ def test_drives_are_through_at_one_time(speeds: tuple[float, ...]) -> None:
 def measured(rates: Sequence[float]) -> list[DriveSpeed]:
     return [
         DriveSpeed(
-            read_bytes_per_s=rate, write_bytes_per_s=rate, both_bytes_per_s=rate, backend="threads",
-            block_bytes=1 << 20, depth=4, measured="now",
+            read_bytes_per_s=rate, write_bytes_per_s=rate, both_bytes_per_s=rate, measured="now"
         )
         for rate in rates
     ]  # fmt: skip
@@ -196,7 +195,7 @@ def test_any_layout_of_records_over_any_stripes(drives: int, unit: int, data: An
 
 def over(drives: int, layout: FileLayout, io: Any, unit_bytes: int = BLOCK_BYTES) -> Store:
     names = [f"/drive{n}" for n in range(drives)]
-    return Store(names, layout, io, depth=1, unit_bytes=unit_bytes)
+    return Store(names, layout, io, unit_bytes=unit_bytes)
 
 
 def run_all(store: Store) -> None:

@@ -4,15 +4,12 @@ import errno
 import itertools
 import os
 import threading
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-import aio
 from aio import chunks
-from offload.planning.machine import DriveSpeed
 from offload.runtime.store import Store
 from tests.faults import aligned_tensor, failure_of
 from tests.simulated import MemoryIO, SimulatedIO
@@ -26,39 +23,6 @@ STATE_OFFSET = 8192 + 4096
 
 def value(kind, unit, seed):
     return aligned_tensor(sum(LAYOUT[kind, unit]), seed)
-
-
-def test_a_drive_is_asked_as_was_measured_to_be_best(tmp_path, monkeypatch):
-    """And by another backend where that one does not work here."""
-    opened, inner = [], aio.open_backend
-
-    def open_backend(name=None, **limits):
-        opened.append((name, limits["depth"], limits.get("piece_bytes")))
-        if name == "libaio":
-            raise ValueError("does not work here")
-        return inner("python", **limits)
-
-    monkeypatch.setattr(aio, "open_backend", open_backend)
-    monkeypatch.delenv("AIO_BACKEND", raising=False)
-    speed = DriveSpeed(
-        read_bytes_per_s=1e9, write_bytes_per_s=1e9, both_bytes_per_s=1e9, backend="libaio",
-        block_bytes=1 << 20, depth=4, measured="now",
-    )  # fmt: skip
-    long = replace(speed, block_bytes=64 << 20, backend="python", depth=1)
-    names = [tmp_path / name for name in "abc"]
-    for name in names:
-        name.mkdir()
-    with Store(names, LAYOUT, unit_bytes=4096, speeds=[speed, None, long]) as store:
-        data = value("gradient", "b", 3)
-        store.write("gradient", "b", data, step=1)
-        back = aligned_tensor(data.numel())
-        store.read("gradient", "b", back)
-        assert torch.equal(data, back)
-    asked = [("libaio", 8, 1 << 20), (None, 8, 1 << 20), (None, 8, None), ("python", 2, 8 << 20)]
-    assert opened == asked
-    monkeypatch.setenv("AIO_BACKEND", "threads")
-    with Store(tmp_path, LAYOUT, speeds=[speed]):
-        assert opened[-1] == ("threads", 8, 1 << 20)
 
 
 @pytest.mark.parametrize("where", ["disk", "/dev/shm"])
@@ -134,6 +98,7 @@ def run_all(store):
             assert store.entry(*key, 0).step == step
 
 
+@pytest.mark.usefixtures("one_call")
 @pytest.mark.parametrize(
     "code", [errno.EIO, *(pytest.param(c, marks=pytest.mark.slow) for c in (28, errno.EDQUOT))]
 )
@@ -141,7 +106,7 @@ def test_every_call_can_fail(code):
     """The n-th call fails for every n: a clear error, and the store can be used again."""
 
     def work():
-        with Store("/simulated", LAYOUT, io, depth=1) as store:
+        with Store("/simulated", LAYOUT, io) as store:
             error = failure_of(lambda: run_all(store))
             run_all(store)
         if error is not None:
@@ -161,10 +126,11 @@ def test_every_call_can_fail(code):
     assert number > 25
 
 
+@pytest.mark.usefixtures("one_call")
 def test_every_transfer_can_be_short():
     for number in itertools.count(1):
         io = SimulatedIO(number, shorts={number})
-        with Store("/simulated", LAYOUT, io, depth=1) as store:
+        with Store("/simulated", LAYOUT, io) as store:
             run_all(store)
         if number > len(io.calls):
             break
@@ -178,9 +144,10 @@ def test_slow_short_and_interrupted(seed):
         run_all(store)
 
 
+@pytest.mark.usefixtures("one_call")
 def test_failed_write_is_not_read_as_the_old_value():
     io = SimulatedIO(0)
-    with Store("/simulated", LAYOUT, io, depth=1) as store:
+    with Store("/simulated", LAYOUT, io) as store:
         data = value("gradient", "b", 1)
         store.write("gradient", "b", data, 1)
         io.errors[len(io.calls) + 1] = errno.EIO

@@ -29,7 +29,7 @@ COMMANDS = {
 
 BENCHMARKS = {
     "adam": "the update against this machine's memory and torch",
-    "nvme": "drives: the best block size and depth, and whether they are enough",
+    "nvme": "drives: how fast they read and write, and whether that is enough",
 }
 """What each benchmark measures; it is the module `bench_` and its name."""
 

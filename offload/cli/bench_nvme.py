@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import statistics
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
-from functools import partial
 from typing import Annotated, Literal
 
 import tyro
@@ -22,15 +20,16 @@ from cpu_adam import FORMATS
 from offload.cli import Signals, bad_input
 from offload.cli.console import Output, Progress, others_percent
 from offload.cli.drive_fio import check_fio, compare
-from offload.cli.drive_load import DEPTHS, FILE_BYTES_UNIT, Figure, Load, Mode, search, settings
+from offload.cli.drive_load import FILE_BYTES_UNIT, TURNS, Load, Mode, Spent
 from offload.cli.flags import check_field, parse_flags
 from offload.planning.machine import DriveSpeed, mount_point, nvme_free_bytes, save_speed
 from offload.planning.tiers import parse_bytes
 
 SECONDS_MIN, SECONDS_MAX = 5.0, 3600.0
-WRITES: dict[Mode, float] = {"read": 0.0, "write": 0.4, "both": 0.8}
-"""Share of the bytes left after the first write that may be written by the end of each search; a
-comparison may write the rest."""
+ROUNDS = 7
+"""In each, reading, writing and both have a turn, so that a drift of the drive falls on all."""
+COMPARED = 0.2
+"""Share of the bytes left after the first write that a comparison may write."""
 DOING = {"read": "reading", "write": "writing", "both": "reading and writing at once"}
 CACHED_WRITES = 1.5
 """A drive that writes so many times as fast as it reads has a cache that took the bytes."""
@@ -44,14 +43,14 @@ _Paths = tyro.conf.arg(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Nvme:
-    """Measure drives: the best block size and depth, how fast they then read, write and do both at
-    once, and what that means for training. Works in a file without a name, gone at any end. The
-    backend is that of training: AIO_BACKEND names another.
+    """Measure drives: how fast they read, write and do both at once by what training uses, and what
+    that means for it. Works in a file without a name, gone at any end. The backend is that of
+    training, too: AIO_BACKEND names another.
     """
 
     paths: tyro.conf.Positional[Annotated[tuple[str, ...], _Paths]] = ()
 
-    seconds: float = 60.0
+    seconds: float = 20.0
     """Seconds to measure each drive, about; the first write of the file and a comparison come on
     top."""
 
@@ -64,7 +63,7 @@ class Nvme:
     compare: Annotated[
         Literal["fio"] | None, tyro.conf.arg(metavar="fio", help_behavior_hint="")
     ] = None
-    """Run fio too, if it is installed: same file, same setting, in turns. Default: not."""
+    """Run fio too, if it is installed: same file, blocks and depth, in turns. Default: not."""
 
     save: bool = True
     """Keep the speeds for later: training uses them."""
@@ -94,16 +93,21 @@ class Found:
     direct: bool
     """Whether O_DIRECT held; without it the page cache was measured too."""
     bytes_written: int = 0
-    figures: dict[Mode, Figure] = field(default_factory=dict)
-    """Without those modes for which no more could be written."""
+    rates: dict[Mode, list[float]] = field(default_factory=dict)
+    """Bytes per second by round, without those modes for which no more could be written."""
     ratios: dict[Mode, list[float]] = field(default_factory=dict)
     """Our speed in multiples of fio's, by round."""
+
+    @property
+    def medians(self) -> dict[Mode, float]:
+        """Bytes per second by mode."""
+        return {mode: statistics.median(rates) for mode, rates in self.rates.items()}
 
     @property
     def each_way_bytes_per_s(self) -> float:
         """Bytes read and as many written per second, at once or in turns, as is faster; 0 where
         that is not known."""
-        rates = {mode: figure.bytes_per_s for mode, figure in self.figures.items()}
+        rates = self.medians
         if "write" not in rates:
             return 0.0
         in_turns = 1 / (1 / rates["read"] + 1 / rates["write"])
@@ -114,10 +118,10 @@ class Found:
         """Why the figures may mislead."""
         if not self.direct:
             yield "without O_DIRECT this may be the page cache's speed; the drive may be far slower"
-        write, read = self.figures.get("write"), self.figures["read"]
-        if write and write.bytes_per_s > CACHED_WRITES * read.bytes_per_s:
+        rates = self.medians
+        if rates.get("write", 0.0) > CACHED_WRITES * rates["read"]:
             yield "likely a cache took the writes, and long training writes slower: a larger --size"
-        if left_out := [mode for mode in WRITES if mode not in self.figures]:
+        if left_out := [mode for mode in TURNS if mode not in rates]:
             yield f"no figure for {' and '.join(left_out)}: --writes-max is used up"
 
     @property
@@ -156,7 +160,7 @@ def command(arguments: list[str]) -> None:
                 )
             mounts = [mount_point(path) for path in given]
             paths = [given[mounts.index(mount)] for mount in dict.fromkeys(mounts)]
-            with contextlib.closing(aio.open_backend(depth=2 * max(DEPTHS))) as opened:
+            with contextlib.closing(aio.open_backend()) as opened:
                 backend = opened.name
             if asked.compare:
                 check_fio(backend)
@@ -195,22 +199,21 @@ def measure(
     io: aio.IO | None = None,
 ) -> Found:
     """All there is to find of one path."""
-    choice = random.Random(0)
     progress(0.0, f"the first write in {path}")
     with Load(path, asked.file_bytes, backend, io) as load:
         found = Found(path, load.file.direct)
-        filled = load.bytes_written
-        left = parse_bytes(asked.writes_max) - filled
-        for number, (mode, share) in enumerate(WRITES.items()):
-            progress((number + 1) / 5, f"{DOING[mode]} in {path}")
-            load.bytes_written_max = filled + round(left * share)
-            tried, measured = settings(backend, mode, asked.file_bytes), partial(load.run, mode)
-            if best := search(tried, measured, asked.seconds / len(WRITES), choice=choice):
-                found.figures[mode] = best
+        last = parse_bytes(asked.writes_max)
+        share = COMPARED if asked.compare else 0.0
+        load.bytes_written_max = round(last - share * (last - load.bytes_written))
+        for number, mode in enumerate([*TURNS] * ROUNDS):
+            progress((number + 1) / (ROUNDS * len(TURNS) + 1), f"{DOING[mode]} in {path}")
+            with contextlib.suppress(Spent):
+                rate = load.run(mode, asked.seconds / ROUNDS / len(TURNS))
+                found.rates.setdefault(mode, []).append(rate)
         if asked.compare:
-            progress(4 / 5, f"beside fio in {path}")
-            load.bytes_written_max = filled + left
-            found.ratios = compare(load, found.figures)
+            progress(0.9, f"beside fio in {path}")
+            load.bytes_written_max = last
+            found.ratios = compare(load)
         found.bytes_written = load.bytes_written
     return found
 
@@ -219,9 +222,9 @@ def _show(console: Output, found: Found) -> None:
     """The figures of a drive and what follows for training."""
     direct = "O_DIRECT" if found.direct else "no O_DIRECT"
     console.sentence(f"\n{found.path} ({direct})", style="italic")
-    for mode, one in found.figures.items():
-        low, high = min(one.rates) / 1e9, max(one.rates) / 1e9
-        line = f"{mode:6}{one.setting!s:24}{one.bytes_per_s / 1e9:6.2f} GB/s ({low:.2f}-{high:.2f})"
+    for mode, rate in found.medians.items():
+        low, high = min(found.rates[mode]) / 1e9, max(found.rates[mode]) / 1e9
+        line = f"{mode:6}{rate / 1e9:6.2f} GB/s ({low:.2f}-{high:.2f})"
         if ratios := found.ratios.get(mode):
             mean = statistics.geometric_mean(ratios)
             line += f", {mean:.2f} of fio's ({min(ratios):.2f}-{max(ratios):.2f})"
@@ -231,19 +234,11 @@ def _show(console: Output, found: Found) -> None:
 
 def _saved(found: Found, busy: int) -> str:
     """Keeps the speeds of a drive for planning, and says where, or why not."""
-    if not found.direct or len(found.figures) < len(WRITES):
+    if not found.direct or len(found.rates) < len(TURNS):
         return f"not saved: {'; '.join(found.doubts)}"
-    read, write, both = (found.figures[mode] for mode in WRITES)
-    speed = DriveSpeed(
-        read_bytes_per_s=read.bytes_per_s,
-        write_bytes_per_s=write.bytes_per_s,
-        both_bytes_per_s=both.bytes_per_s,
-        backend=both.setting.backend,
-        block_bytes=both.setting.block_bytes,
-        depth=both.setting.depth,
-        measured=datetime.now().isoformat(timespec="seconds"),
-        others_percent=busy,
-    )
+    rates = {f"{mode}_bytes_per_s": rate for mode, rate in found.medians.items()}
+    now = datetime.now().isoformat(timespec="seconds")
+    speed = DriveSpeed(**rates, measured=now, others_percent=busy)
     try:
         saved = save_speed(found.path, speed)
         return f"saved to {saved}, where training finds it; remove it to forget it"

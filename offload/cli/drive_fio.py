@@ -17,16 +17,20 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping
+from functools import partial
 
-from offload.cli.drive_load import Figure, Load, Mode, Setting, Spent
+from aio.backends import DEPTH
+from offload.cli.drive_load import Load, Mode, Spent
 
 ENGINES = {"io_uring": "io_uring", "linux_aio": "libaio"}
 """fio's engine by backend; with the others nothing is compared."""
 
 _HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 """Environment that gives a program huge pages where it asks for memory (glibc 2.35 or newer)."""
-_RW = {"read": ("--rw=rw", "--rwmixread=100"), "write": ("--rw=write",)}
+_RW: dict[Mode, tuple[str, ...]] = {
+    "read": ("--rw=rw", "--rwmixread=100"),
+    "write": ("--rw=write",),
+}
 """By mode; see [Note: The same memory]."""
 ROUNDS, SECONDS = 6, 0.8
 TIMEOUT_S = 60.0
@@ -43,23 +47,24 @@ def check_fio(backend: str) -> None:
         )
 
 
-def run_fio(load: Load, mode: Mode, setting: Setting, seconds: float) -> float:
+def run_fio(load: Load, mode: Mode, seconds: float) -> float:
     """Bytes per second of a run of fio on the load's file. What it writes counts as the load's."""
     left = FOREVER_BYTES if mode == "read" else load.bytes_written_max - load.bytes_written
-    if left < setting.under_way_bytes:
+    if left < load.piece_bytes:
         raise Spent
+    engine = ENGINES[load.backend]
     command = [
         "fio",
         "--name=beside",
         f"--filename=/proc/{os.getpid()}/fd/{load.file.fd}",
         *_RW[mode],
-        f"--bs={setting.block_bytes}",
-        f"--ioengine={ENGINES[setting.backend]}",
-        f"--iodepth={setting.depth}",
+        f"--bs={load.piece_bytes}",
+        f"--ioengine={engine}",
+        f"--iodepth={DEPTH}",
         f"--direct={int(load.file.direct)}",
         f"--runtime={max(1, round(seconds * 1e3))}ms",
         f"--size={load.file.bytes}",
-        f"--io_size={left - left % setting.block_bytes}",  # Which fio rounds up.
+        f"--io_size={left - left % load.piece_bytes}",  # Which fio rounds up.
         "--thread",
         "--allow_file_create=0",
         "--overwrite=1",
@@ -82,13 +87,13 @@ def run_fio(load: Load, mode: Mode, setting: Setting, seconds: float) -> float:
     except (ValueError, KeyError, IndexError, ArithmeticError, subprocess.TimeoutExpired) as error:
         told = done and done.stderr.strip().rpartition("\n")[2]
         raise RuntimeError(
-            f"asked fio for {mode} by {ENGINES[setting.backend]}; found that it failed: "
+            f"asked fio for {mode} by {engine}; found that it failed: "
             f"{told or error}; likely its engine is not usable here, or the drive hangs; try "
             "without --compare, or run: " + " ".join(command)
         ) from error
 
 
-def compare(load: Load, figures: Mapping[Mode, Figure]) -> dict[Mode, list[float]]:
+def compare(load: Load) -> dict[Mode, list[float]]:
     """Our speed in multiples of fio's, by mode and round; rounds outermost, so that a drift falls
     on all alike. Within a round both take turns at being first. Each turn may write its part of
     what is left, so that a fast drive does not spend it all in the first.
@@ -96,12 +101,11 @@ def compare(load: Load, figures: Mapping[Mode, Figure]) -> dict[Mode, list[float
     each = (load.bytes_written_max - load.bytes_written) // (2 * ROUNDS)
     ratios: dict[Mode, list[float]] = {}
     for number in range(ROUNDS):
-        for mode in [mode for mode in figures if mode in _RW]:
-            setting, rates = figures[mode].setting, dict[bool, float]()
+        for mode in _RW:
+            rates = dict[bool, float]()
             with contextlib.suppress(Spent):
                 for ours in (number % 2 == 0, number % 2 == 1):
                     load.bytes_written_max = load.bytes_written + each
-                    run = load.run(mode, setting, SECONDS) if ours else None
-                    rates[ours] = run or run_fio(load, mode, setting, SECONDS)
+                    rates[ours] = (load.run if ours else partial(run_fio, load))(mode, SECONDS)
                 ratios.setdefault(mode, []).append(rates[True] / rates[False])
     return ratios

@@ -211,11 +211,6 @@ class DriveSpeed:
     write_bytes_per_s: float
     both_bytes_per_s: float
     """The sum of both directions, reading and writing at once."""
-    backend: str
-    """I/O backend, block size and depth were the fastest for reading and writing at once."""
-    block_bytes: int
-    depth: int
-    """Blocks in flight in each direction."""
     measured: str
     """When, in ISO 8601."""
     others_percent: int = 0

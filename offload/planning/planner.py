@@ -49,7 +49,7 @@ from offload.planning.tiers import TIERS, Tier, format_bytes
 LARGE_CHUNK_ELEMENTS = 1 << 24
 """Elements in a full chunk where an accelerator shares values with CPU memory alone."""
 
-DRIVE_STAGES, STAGED_ITEM_BYTES = 8, 16
+DRIVE_STAGES_MAX, STAGED_ITEM_BYTES = 12, 16
 """Slots of a ring for chunks that go to and from a drive, and at most the bytes of weight, gradient
 and states in them for one element: see docs/decisions.md."""
 
@@ -108,9 +108,8 @@ def better_grain(config: Config, machine: Machine, *, drive: bool) -> Grain | No
     under way keep a drive busy, large ones a bus. See docs/decisions.md."""
     budgets = budgets_of(config, machine)
     if drive:
-        needed = DRIVE_STAGES * CHUNK_ELEMENTS * STAGED_ITEM_BYTES
-        fits = budgets["cpu"] * RING_SHARE >= needed
-        return Grain(stages=DRIVE_STAGES) if fits else None
+        room = int(budgets["cpu"] * RING_SHARE) // (CHUNK_ELEMENTS * STAGED_ITEM_BYTES)
+        return Grain(stages=min(room, DRIVE_STAGES_MAX)) if room > CHUNK_STAGES else None
     staged = ITEM_BYTES["bfloat16"] * 2  # Weights and gradients: no states, where no drive is.
     room = int(min(budgets["device"], budgets["cpu"]) * RING_SHARE) // (CHUNK_STAGES * staged)
     large = min(LARGE_CHUNK_ELEMENTS, 1 << max(room, 1).bit_length() - 1)

@@ -15,7 +15,6 @@ import numpy.typing as npt
 import torch
 
 import aio
-from aio.backends import BACKEND_VARIABLE
 from cpu_adam import crc32c
 from offload.planning.layout import FileLayout
 from offload.planning.machine import DriveSpeed, shares_of
@@ -65,9 +64,7 @@ class Store:
         directories: of the volume; several are striped over, `unit_bytes` on one before the next.
         layout: what the volume holds.
         io: the system's calls, or a simulation of them.
-        depth: requests in flight on each drive.
-        speeds: measured of each directory's drive: it then has its share, and the backend, block
-            size and depth that were fastest.
+        speeds: measured of each directory's drive, which then has its share.
         kept: what outlives the process.
 
     Raises:
@@ -80,7 +77,6 @@ class Store:
         directories: aio.Directory | Sequence[aio.Directory],
         layout: FileLayout,
         io: aio.IO | None = None,
-        depth: int = 8,
         unit_bytes: int = aio.UNIT_BYTES,
         speeds: Sequence[DriveSpeed | None] = (),
         kept: Kept | None = None,
@@ -97,8 +93,7 @@ class Store:
         self.volume = aio.create_volume(
             directories,
             sum(sizes) + sum(sizes[:two_homes]),
-            [partial(_backend_for, speed, depth, io) for speed in speeds]
-            or partial(_backend_for, None, depth, io),
+            partial(aio.open_backend, io=io),
             unit_bytes=unit_bytes,
             weights=shares_of(speeds) or None,
             name=kept and kept.name,
@@ -161,15 +156,3 @@ class Store:
         assert (tensor.dtype, tuple(tensor.shape), tensor.stride()) == (torch.uint8, (size,), (1,))
         assert tensor.data_ptr() % BLOCK_BYTES == 0
         return self.numbers(kind, unit, chunk), tensor.detach().numpy()
-
-
-def _backend_for(speed: DriveSpeed | None, depth: int, io: aio.IO | None) -> aio.Backend:
-    """The backend that was the fastest for a drive; where it does not work, the first that does."""
-    if speed is None:
-        return aio.open_backend(depth=depth, io=io)
-    piece_bytes = min(speed.block_bytes, aio.CHECK_BYTES)
-    opened = partial(aio.open_backend, depth=2 * speed.depth, piece_bytes=piece_bytes, io=io)
-    try:
-        return opened(os.environ.get(BACKEND_VARIABLE) or speed.backend)
-    except ValueError:
-        return opened()
