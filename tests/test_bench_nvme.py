@@ -15,7 +15,7 @@ from offload.cli.bench_nvme import Found, Nvme, measure
 from offload.cli.drive_load import TURNS, Load, Spent
 from offload.planning.machine import save_speed, saved_speeds
 from tests.command import assert_refused, run
-from tests.drives import Direction, Drive, DriveIO
+from tests.drives import DriveIO
 from tests.faults import nothing_leaks
 from tests.profiles import SPEED
 from tests.simulated import SimulatedIO
@@ -211,13 +211,8 @@ def load(directory="/simulated", io=None):
     return Load(directory, 2 << 20, "python", io)
 
 
-def simulated(read, write, **read_more):
-    directions = {"read": Direction(bytes_per_s=read, **read_more)}
-    return DriveIO(Drive(**directions, write=Direction(bytes_per_s=write)))
-
-
 def test_load_on_a_simulated_drive_finds_its_speed():
-    with load(io=simulated(8e6, 4e6, latency_s=6e-3)) as made:
+    with load(io=DriveIO(8e6, 4e6, latency_s=6e-3)) as made:
         assert made.bytes_written == 2 << 20
         made.bytes_written_max = 1 << 30
         for mode, rate in (("read", 8e6), ("write", 4e6)):
@@ -234,12 +229,12 @@ def few(writes_max):
 
 
 def test_a_limit_of_writes_holds_and_is_told():
-    one = measure(few("8MiB"), "/x", "python", io=simulated(1e9, 1e9))
+    one = measure(few("8MiB"), "/x", "python", io=DriveIO(1e9, 1e9))
     assert one.bytes_written <= 8 << 20
-    one = measure(few("4MiB"), "/x", "python", io=simulated(1e9, 1e9))
+    one = measure(few("4MiB"), "/x", "python", io=DriveIO(1e9, 1e9))
     assert one.bytes_written <= 4 << 20
     assert "read" in one.rates
-    with load(io=simulated(1e9, 1e9)) as made, pytest.raises(Spent):
+    with load(io=DriveIO(1e9, 1e9)) as made, pytest.raises(Spent):
         made.run("write", 0.1)
 
 

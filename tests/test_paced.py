@@ -172,6 +172,28 @@ def test_residents_and_a_lane_take_turns_at_the_workspace(
     assert all(same_bits(one, other) for one, other in zip(found, expected))
 
 
+def test_the_squares_of_residents_wait_for_those_that_a_lane_sums(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both use the device's one workspace."""
+    options: Any = {"build": build_mixed, "max_grad_norm": 0.1, "gradient_dtype": "fp32"}
+    with driven(0, 25 * LATE_US) as device, attached(RESIDENT, tmp_path, **options) as run:
+        runner, over = run.engine.runner, list[bool]()
+
+        def perform(*given: Any) -> None:
+            over.extend(task.over for task in sums if given[1][0] == "squares")
+            type(runner).perform(runner, *given)
+
+        monkeypatch.setattr(runner, "perform", perform)
+        for _ in range(2):  # The first step sums all squares itself.
+            Loop(run, device).backward()
+            sums = run.engine.updates._sums
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+    assert len(over) > 1
+    assert all(over)
+
+
 def test_a_step_of_residents_waits_for_their_norm_alone(tmp_path: Any) -> None:
     """And once for all of it; the next look at what it has done waits for the update."""
     for clip in (None, 0.1):

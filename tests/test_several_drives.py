@@ -23,7 +23,7 @@ from offload.planning.layout import FileLayout
 from offload.planning.machine import DriveSpeed, Machine
 from offload.planning.profile import BLOCK_BYTES
 from offload.runtime.store import Store
-from tests.drives import Direction, Drive, DriveIO
+from tests.drives import DriveIO
 from tests.faults import aligned_tensor, failure_of, nothing_leaks
 from tests.simulated import MemoryIO, SimulatedIO
 from tests.small import adamw, config, small
@@ -109,11 +109,7 @@ def test_drives_are_through_at_one_time(speeds: tuple[float, ...]) -> None:
             busy[drive] += seconds
 
         turns = iter(
-            DriveIO(
-                Drive(read=Direction(bytes_per_s=s), write=Direction(bytes_per_s=s)),
-                sleep=partial(sleep, drive=drive),
-            )
-            for drive, s in enumerate(speeds)
+            DriveIO(s, s, sleep=partial(sleep, drive=drive)) for drive, s in enumerate(speeds)
         )
         names = [f"/drive{n}" for n in range(len(speeds))]
         with pytest.MonkeyPatch.context() as patch:
