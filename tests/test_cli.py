@@ -85,7 +85,7 @@ REFUSED_FLAGS = {
     "train --steps 0": "--steps 0: expected 1 or more",
     "train --seq-len=-4": "--seq-len -4: expected 1 or more",
     "train --seed 18446744073709551616": "expected 0 or more, at most 2**64 - 1",
-    "train --lr fast": "--lr: could not convert string to float: 'fast'",
+    "train --lr fast": "--lr fast: expected a number\n",
     "train --max-grad-norm nan": "--max-grad-norm nan: expected a positive number, finite",
     "train --micro-batches 0": "--micro-batches 0: expected a whole number from 1",
     "train --recompute false": "false belongs to no option",

@@ -94,4 +94,7 @@ def _in_one_line(told: str, kind: type, command: str) -> str:
         choices = [one for one in re.findall(r"'([^']*)'", wrong[3]) if one != "None"]
         close = nearest(wrong[1], choices)
         return f"{wrong[2]} {wrong[1]}: it cannot be that{close}; it takes {', '.join(choices)}"
+    numbers = r"(\S+): (?:invalid literal for int|could not convert string to float).*?: '(.*)'"
+    if wrong := re.match(numbers, line):
+        return f"{wrong[1]} {wrong[2]}: expected a {'whole ' * ('int' in line)}number"
     return line or text

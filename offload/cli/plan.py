@@ -154,7 +154,9 @@ def estimated(asked: Plan) -> Estimate:
     cluster = cluster_of(asked.machine)
     here = asked.gpus or cluster.gpus
     if here > cluster.gpus:
-        raise ValueError(f"--gpus {here}: {asked.machine} has {cluster.gpus}")
+        raise ValueError(
+            f"--gpus {here}: {asked.machine} has {cluster.gpus}; --machine names others"
+        )
     levels = asked.exchange == "levels"
     machine = cluster.machine(asked.nodes, here, 1 if levels else here)
     machine = replace(machine, axes_in_turn=levels)

@@ -226,8 +226,9 @@ def _conclude(console: Output, settings: Train, reached: Reached) -> None:
     assert report is not None
     if settings.json:
         _emit(_summary(reached, report))
-    console.print(display.lanes(report.lanes))
-    console.sentence(display.LANES_CAPTION, style="dim")
+    if any(use.operations for use in report.lanes.values()):
+        console.print(display.lanes(report.lanes))
+        console.sentence(display.LANES_CAPTION, style="dim")
     console.sentence(
         f"peak memory of the process: {format_bytes(display.peak_rss_bytes())}, "
         "activations and Python included"
