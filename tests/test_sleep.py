@@ -10,6 +10,7 @@ import pickle
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -228,12 +229,13 @@ def test_policy_and_reference_share_a_budget(tmp_path: Path) -> None:
             optimizer = alone(optimizer)
         else:
             asked = offload.Config(nvme_path=str(tmp_path))
-            _, optimizer = offload.attach(policy, optimizer, asked, budget=budget)
+            half = replace(asked, device_memory="300KiB", cpu_memory="1MiB")
+            _, optimizer = offload.attach(policy, optimizer, half, budget=budget)
             offload.attach(reference, None, asked, budget=budget)
             engines = [offload.engine_of(model) for model in (policy, reference)]
             taken = [engine.plan.taken_bytes("device") for engine in engines]
-            assert 0 < sum(taken) <= 300 << 10
-            assert budget.left("device") == (300 << 10) - sum(taken)
+            assert 0 < sum(taken) <= 600 << 10
+            assert budget.left("device") == (600 << 10) - sum(taken)
         found = []
         for seed in range(3):
             logits = policy(tokens(seed)).float().log_softmax(-1)
@@ -247,10 +249,10 @@ def test_policy_and_reference_share_a_budget(tmp_path: Path) -> None:
         if budget is not None:
             optimizer.engine.close()
             offload.detach(reference)
-            assert budget.left("device") == 300 << 10
+            assert budget.left("device") == 600 << 10
         return found
 
-    shared = offload.SharedBudget(device_memory="300KiB", cpu_memory="1MiB", nvme_space="8MiB")
+    shared = offload.SharedBudget(device_memory="600KiB", cpu_memory="2MiB", nvme_space="8MiB")
     assert losses(shared) == losses(None)
 
 

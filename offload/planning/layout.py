@@ -266,14 +266,11 @@ def lay_out(
             place_home(kind, u, sizes.value[kind][u])
     away = [p.weight != "device" and n for n, p in zip(sizes.value["weight"], placements)]
     weight_slot = memory.shared_slots("weight", units, away, weight_slots)
-    away = [p.gradient != "device" and n for n, p in zip(sizes.value["gradient"], placements)]
+    here: tuple[Tier, ...] = ("device", "cpu") if in_place else ("device",)
+    away = [p.gradient not in here and n for n, p in zip(sizes.value["gradient"], placements)]
     gradient_slot = memory.shared_slots("gradient", units, away, STAGES)
-    if in_place:
-        gradient_slot = tuple(
-            None if p.gradient == "cpu" else slot for slot, p in zip(gradient_slot, placements)
-        )
     full_weight, full_gradient = memory.full_slots(profile, weight_slots)
-    memory.rings(profile, placements, sizes, clips, frozenset(reserve))
+    memory.rings(profile, placements, sizes, clips, frozenset(reserve), here)
     arena_bytes = dict(memory.used)
     for kind, u in itertools.product(KINDS, sorted(residents)):  # Counted behind its end.
         if kind != "state":
@@ -348,10 +345,11 @@ class _Memory:
         sizes: Sizes,
         clips: bool,
         reserved: frozenset[Kind],
+        collected: tuple[Tier, ...],
     ) -> None:
         """Staging rings for what passes through a tier, and the workspace of the device. Those of
         chunks are for what goes to the update and back; of `reserved` kinds also for what would if
-        its home were slower."""
+        its home were slower. Gradients with a home in a tier of `collected` lie there at once."""
         sites = [site(one) for one in placements]
 
         def largest(found: Iterable[int], homes: Iterable[Tier], *tiers: Tier) -> int:
@@ -363,7 +361,8 @@ class _Memory:
         squared = largest(sizes.squares, at["gradient"], "device") if clips else 0
         self.ring("device", "workspace", max(updated, squared), 1)
         self.ring("cpu", "weight", largest(weights, at["weight"], "nvme"), STAGES)
-        self.ring("cpu", "gradient", largest(gradients, at["gradient"], "cpu", "nvme"), STAGES)
+        passing = set(TIERS) - {*collected}
+        self.ring("cpu", "gradient", largest(gradients, at["gradient"], *passing), STAGES)
         self.ring("cpu", "deposit", largest(gradients, at["gradient"], "nvme"), STAGES)
         for kind, tier in itertools.product(KINDS, TIERS[:2]):
             size = 0
