@@ -203,7 +203,7 @@ def trainer(
 
 
 @job
-def adapter(rank: int, ranks: int, base: str, folder: str) -> Found:
+def adapter(rank: int, ranks: int, base: str, folder: str, params: str) -> Found:
     """Stream a pretrained base, train an adapter on it and export that."""
     import peft
     import transformers
@@ -216,7 +216,7 @@ def adapter(rank: int, ranks: int, base: str, folder: str) -> Found:
     model, optimizer = offload.from_pretrained(
         transformers.LlamaForCausalLM,
         base,
-        offload.Config(**MEMORY),
+        offload.Config(**MEMORY, params=params, nvme_path=os.path.dirname(base)),
         optimizer=lambda model: adamw_of(model),
         prepare=prepared,
     )

@@ -144,6 +144,15 @@ def test_masters_stay_in_bfloat16(tmp_path: Path) -> None:
     mine.engine.close()
 
 
+def test_a_folder_of_hugging_face_has_the_weights_alone(tmp_path: Path) -> None:
+    (told,) = convert(str(DATA), str(tmp_path / "folder"), "huggingface")[-1:]
+    assert told.startswith("left out: the optimizer's states")
+    (weights,) = (tmp_path / "folder").glob("*.safetensors")
+    model = plain_run(DATA)[0]
+    found = load_file(weights)
+    assert torch.equal(found["frozen.weight"], model.frozen.weight)
+
+
 def test_what_is_beside_comes_along(tmp_path: Path) -> None:
     convert(str(DATA), str(tmp_path / "save"))
     run, _ = save_reader.read(str(tmp_path / "save"))

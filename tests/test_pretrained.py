@@ -215,8 +215,8 @@ REFUSED: dict[str, tuple[Callable[[Path], object], dict[str, Any], type[Exceptio
     "no weights": (
         lambda folder: (folder / "model.safetensors").unlink(),
         {},
-        FileNotFoundError,
-        "model.safetensors.index.json",
+        ValueError,
+        "found neither .*model.safetensors.index.json",
     ),
     "cut short": (
         lambda folder: os.truncate(folder / "model.safetensors", 5000),

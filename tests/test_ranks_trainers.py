@@ -144,13 +144,17 @@ def test_a_trainer_without_the_mixin_trains_and_does_not_hang_as_it_saves(tmp_pa
     assert told.seconds < 30
 
 
-def test_an_adapter_on_a_pretrained_base(worlds: dict[int, World], tmp_path: Path) -> None:
+@pytest.mark.parametrize("tier", ["auto", "nvme"])
+def test_an_adapter_on_a_pretrained_base(
+    tier: str, worlds: dict[int, World], tmp_path: Path
+) -> None:
+    """A rank may have nothing of a small unit, and reads it all the same."""
     peft: Any = pytest.importorskip("peft")
     torch.manual_seed(4)
     base, folder = tmp_path / "base", tmp_path / "adapter"
     plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZE))
     plain.save_pretrained(base)
-    first, second = worlds[2].run("adapter", str(base), str(folder))
+    first, second = worlds[2].run("adapter", str(base), str(folder), tier)
     assert same_bits(first["logits"], second["logits"])
     assert sum(one.stat().st_size for one in folder.iterdir()) < 20_000
     with torch.no_grad():

@@ -207,6 +207,48 @@ def test_what_is_no_save_is_not_replaced(tmp_path: Path) -> None:
     assert sorted(one.name for one in tmp_path.iterdir()) == ["link", "notes"]
 
 
+def test_what_lies_in_a_save_is_not_lost_with_it(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    before = contents(path)
+    with attached(RESIDENT, tmp_path) as run:
+        for make in ("best", "notes.txt"):
+            (path / make).mkdir()
+            with pytest.raises(FileExistsError, match=f"found {make}, of no save"):
+                offload.save(run.model, run.optimizer, path)
+            (path / make).rmdir()
+        assert contents(path) == before
+        offload.save(run.model, run.optimizer, path)
+
+
+def test_a_set_of_another_save_is_not_loaded(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    with attached(RESIDENT, tmp_path) as run:
+        for number in range(2):
+            plain(run, number)
+        offload.save(run.model, run.optimizer, tmp_path / "other")
+        for file in (tmp_path / "other").glob("model*"):
+            file.replace(path / file.name)
+        before = result_of(run)
+        with pytest.raises(ValueError, match="of another save than"):
+            offload.load(run.model, run.optimizer, path)
+        assert_same(before, result_of(run))
+
+
+def test_a_scheduler_that_takes_nothing_leaves_all_as_it_was(tmp_path: Path) -> None:
+    class Other(torch.optim.lr_scheduler.LambdaLR):
+        def load_state_dict(self, state_dict: Any) -> None:
+            raise KeyError("of another kind")
+
+    with attached(RESIDENT, tmp_path) as run:
+        scheduler: Any = Other(run.optimizer, lambda step: 1.0)
+        offload.save(run.model, run.optimizer, tmp_path / "save", scheduler=scheduler)
+        plain(run, 0)
+        before = result_of(run)
+        with pytest.raises(KeyError, match="of another kind"):
+            offload.load(run.model, run.optimizer, tmp_path / "save", scheduler=scheduler)
+        assert_same(before, result_of(run))
+
+
 @pytest.mark.parametrize("build", [lambda: Net(layers=4), lambda: Net(width=16)])
 def test_another_model_is_refused_and_unchanged(build: Any, tmp_path: Path) -> None:
     path = saved(tmp_path)

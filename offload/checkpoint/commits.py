@@ -97,10 +97,12 @@ class RunDirectory:
                 self._take()
                 self._refuse_other(resume, of_rank)
             elif others := [one for one in os.listdir(self.path) if not _OURS.fullmatch(one)]:
-                self._refuse(
-                    f"asked for durable; found {min(others)} and no {COMMIT}: likely another's "
-                    "directory, or a run of which a file was deleted; try a new name"
-                )
+                told = "likely another's directory, or a run of which a file was deleted; try a "
+                told += "new name"
+                if min(others).startswith(RANK):
+                    told = "a run over ranks, which two or more go on from; for one process "
+                    told += "`offload convert` writes it as a save, and offload.load takes that"
+                self._refuse(f"asked for durable; found {min(others)} and no {COMMIT}: {told}")
         except BaseException:
             self._lock.close()
             raise
@@ -489,7 +491,8 @@ def _owned(path: str) -> BinaryIO:
             file.seek(0)
             owner = file.read(1000).decode(errors="replace")
         told = f"asked for durable; found that another run owns it (pid and host: {owner})"
-        raise BlockingIOError(errno.EAGAIN, f"{told}; end it, or give another name", path) from None
+        told += "; end it, one of this process by optimizer.engine.close(), or give another name"
+        raise BlockingIOError(errno.EAGAIN, told, path) from None
     except BaseException:
         file.close()
         raise

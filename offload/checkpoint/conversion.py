@@ -25,7 +25,7 @@ from offload.checkpoint.directory import (
     check_fields,
     read_run,
     whole_directory,
-    write_checked,
+    write_run,
 )
 from offload.checkpoint.saving import states_of, write_sets
 from offload.checkpoint.shards import PART_ELEMENTS, SCALE, SHARD_BYTES, WEIGHTS, SetsReader
@@ -81,7 +81,7 @@ def convert(source: str, target: str, kind: str = "save", dtype: str | None = No
         )
         write_sets(new, made.sets, parts, f"converting to {target}", SHARD_BYTES)
         if not alone:
-            write_checked(os.path.join(new, RUN), made.run)
+            write_run(new, made.run, made.sets)
     if alone and "optimizer" in found.run:
         found.notices.append("left out: the optimizer's states, as such a folder has weights alone")
     return found.notices
@@ -138,8 +138,8 @@ def _open_sets(where: str, whole: bool, backend: aio.Backend, opened: ExitStack)
 
 def _cast(found: Checkpoint, dtype: str | None, alone: bool) -> Checkpoint:
     """A save of `found`, with parameters of `dtype` and the residues that this takes."""
-    states = {} if alone else states_of(found.run)
-    made = Checkpoint({WEIGHTS: {}}, found.values, found.run, ())
+    run = {key: value for key, value in found.run.items() if key != "optimizer" or not alone}
+    states, made = states_of(run), Checkpoint({WEIGHTS: {}}, found.values, run, ())
     made.values = partial(_values, found, made)
     for name, one in found.sets[WEIGHTS].items():
         if dtype and name in found.castable and getattr(torch, one.dtype).is_floating_point:

@@ -10,7 +10,7 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,10 +21,13 @@ import torch
 from aio.errors import naming
 from cpu_adam import crc32c
 from offload.checkpoint.schema import Each, accepted, check, count, flag, shown, text
-from offload.checkpoint.shards import NAMES, read_json, write_file
+from offload.checkpoint.shards import NAMES, checksum, index_of, read_json, write_file
 
 RUN = "run.json"
 FORMAT = 1
+
+_OF_SAVES = re.compile(r"run\.json|[a-z_]+(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
+"""Names of its files."""
 
 _AT_FDCWD, _EXCHANGE = -100, 2
 _NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM)
@@ -38,7 +41,7 @@ def whole_directory(path: str) -> Iterator[str]:
     On an error it is removed, and what was at `path` is as it was.
 
     Raises:
-        FileExistsError: there is something at `path` that `offload.save` has not written.
+        FileExistsError: there is something at `path` that `offload.save` has not written, or in it.
         OSError: the directory cannot be made, flushed or renamed.
     """
     path = os.path.abspath(path)
@@ -52,6 +55,10 @@ def whole_directory(path: str) -> Iterator[str]:
             f"asked to save there; found files, and no {RUN}: likely another's; try a new name",
             path,
         )
+    for other in sorted(os.listdir(path)) if taken else ():
+        if not _OF_SAVES.fullmatch(other) or not os.path.isfile(os.path.join(path, other)):
+            told = f"asked to save there again; found {other}, of no save, which would be lost"
+            raise FileExistsError(errno.EEXIST, f"{told}; move it, or save elsewhere", path)
     os.makedirs(parent, exist_ok=True)
     for other in os.listdir(parent):  # Of processes that were killed in the middle.
         head, _, pid = other.rpartition(".")
@@ -118,7 +125,25 @@ def read_run(directory: str) -> dict[str, Any]:
             told = "asked to load a save; found a folder of Hugging Face; try from_pretrained"
         raise FileNotFoundError(errno.ENOENT, told, path) from error
     check_fields(run, path)
+    for prefix, crc in run.pop("sets", {}).items():
+        index = os.path.join(directory, index_of(prefix))
+        if os.path.exists(index) and crc != _crc_of(index):
+            raise ValueError(
+                f"{index}: of another save than the {RUN} beside it; likely something was exported "
+                "or copied there, or the drive changed bits; load another checkpoint"
+            )
     return run
+
+
+def write_run(directory: str, run: Mapping[str, Any], prefixes: Iterable[str]) -> None:
+    """Write the `run.json` of a save, whose sets are there: it tells them from those of others."""
+    sets = {prefix: _crc_of(os.path.join(directory, index_of(prefix))) for prefix in prefixes}
+    write_checked(os.path.join(directory, RUN), {**run, "sets": sets})
+
+
+def _crc_of(path: str) -> str:
+    with open(path, "rb") as file:
+        return f"{crc32c(np.frombuffer(file.read(), np.uint8), 0):08x}"
 
 
 def write_checked(path: str, run: Mapping[str, Any]) -> None:
@@ -270,6 +295,7 @@ _RUN = {
     "step": count,
     "user": _DATA,
     "frozen?": flag,
+    "sets?": Each(_word, checksum),
     "scheduler?": _DATA,
     "random?": _RANDOM,
     "random_of_ranks?": [_RANDOM],

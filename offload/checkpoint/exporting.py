@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 from aio.errors import naming
-from offload.checkpoint.directory import whole_directory
+from offload.checkpoint.directory import RUN, whole_directory
 from offload.checkpoint.rank_parts import Parts, write_together
 from offload.checkpoint.saving import buffers_of, parts_of, sets_of, settle, write_sets
 from offload.checkpoint.shards import SHARD_BYTES, WEIGHTS, Sets
@@ -52,6 +53,7 @@ def export(
     Raises:
         ValueError: the model is not attached.
         TypeError: it is none of Hugging Face, or there are options of what is not written.
+        FileExistsError: the folder has a save, whose weights it would replace.
         OSError: a file could not be written; but for what is said above all is as it was.
     """
     refuse_inside("offload.export()")
@@ -73,6 +75,9 @@ def export(
 
         def write(parts: Parts) -> None:
             taken = os.path.isdir(where) and bool(os.listdir(where))
+            if taken and os.path.exists(os.path.join(where, RUN)):
+                told = "asked to export there; found a save, whose weights it would replace"
+                raise FileExistsError(errno.EEXIST, f"{told}; try another folder", where)
             if taken:
                 shutil.rmtree(os.path.join(where, STAGED), ignore_errors=True)
             with whole_directory(os.path.join(where, STAGED) if taken else where) as new:

@@ -27,14 +27,13 @@ import aio
 from cpu_adam.torch_state import plain_dtypes
 from offload.checkpoint.directory import (
     FORMAT,
-    RUN,
     decoded,
     encoded,
     random_state,
     read_run,
     set_random_state,
     whole_directory,
-    write_checked,
+    write_run,
 )
 from offload.checkpoint.rank_parts import Parts, read_together, write_together
 from offload.checkpoint.schema import shown
@@ -97,7 +96,7 @@ def save(
     Raises:
         ValueError: the model is not attached, or keeps extra state; the optimizer is another's.
         TypeError: `user` or the scheduler has something that is no such data.
-        FileExistsError: there are files in the directory that are no save.
+        FileExistsError: there are files in the directory that are of no save.
         OSError: a file could not be written; an earlier save is as it was.
     """
     refuse_inside("offload.save()")
@@ -124,7 +123,7 @@ def save(
         def write(parts: Parts) -> None:
             with whole_directory(where) as new:
                 write_sets(new, sets, parts, f"saving to {where}", shard_bytes)
-                write_checked(os.path.join(new, RUN), run)
+                write_run(new, run, sets)
 
         write_together(engine, parts_of(engine, model, optimizer, sets), sets, write)
 
@@ -168,6 +167,8 @@ def load(
         reader = opened.enter_context(closing(SetsReader(where, sets, backend)))
         reader.shared = engine.ranks is not None
         check_sets(sets, reader.tensors, asked)
+        if scheduler is not None and optimizer is not None:
+            scheduler.load_state_dict(decoded(run["scheduler"]))
         moved = opened.enter_context(progress(f"loading {where}", sets))
 
         def values(*of: Any) -> torch.Tensor:
@@ -178,8 +179,6 @@ def load(
         take = partial(take_over, engine, model, optimizer, run, sets, values)
         read_together(engine, reader, take)
         engine.commits.loaded()
-        if scheduler is not None and optimizer is not None:
-            scheduler.load_state_dict(decoded(run["scheduler"]))
     return decoded(run["user"])
 
 
@@ -326,10 +325,12 @@ class Chunk(NamedTuple):
 def chunks_of(plan: Plan, sets: Sets | None = None) -> Iterator[Chunk]:
     """All chunks, or those whose weights are in some sets, in the order of their parameters."""
     for unit, spec in enumerate(plan.profile.units):
-        for at, pieces in sorted(plan.profile.by_chunk(unit).items()):
+        by_chunk = plan.profile.by_chunk(unit)
+        for at in range(len(spec.weight_chunks)):
+            pieces = by_chunk.get(at, [])  # None in a part of a unit that is another rank's.
             weight = None if unit in plan.residents else Value("weight", unit, at)
             state = Value("state", unit, at) if at < len(spec.chunks) else None
-            if sets is None or plan.profile.name_of(pieces[0]) in sets[WEIGHTS]:
+            if sets is None or (pieces and plan.profile.name_of(pieces[0]) in sets[WEIGHTS]):
                 yield Chunk(pieces, weight, state)
 
 

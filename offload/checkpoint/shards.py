@@ -99,6 +99,11 @@ def items(prefix: str, elements: int) -> int:
     return -(-elements // GROUP_ELEMENTS) if prefix.endswith(SCALE) else elements
 
 
+def index_of(prefix: str) -> str:
+    """The name of a set's index."""
+    return f"{prefix}.safetensors.index.json"
+
+
 def name_of(dtype: torch.dtype) -> str:
     """As `Tensor` has it."""
     return str(dtype).removeprefix("torch.")
@@ -157,7 +162,7 @@ def set_writer(
         file.close()
     total = sum(one.bytes for one in tensors.values())
     index = {"metadata": {"total_size": total, "crc32c": crcs}, "weight_map": files}
-    path = os.path.join(directory, f"{prefix}.safetensors.index.json")
+    path = os.path.join(directory, index_of(prefix))
     write_file(path, (json.dumps(index, indent=1) + "\n").encode())
     yield None
 
@@ -198,7 +203,7 @@ class _Place(NamedTuple):
     crc: int | None
 
 
-def _checksum(value: Any) -> bool:
+def checksum(value: Any) -> bool:
     """a checksum of eight hexadecimal digits"""
     return text(value) and re.fullmatch("[0-9a-f]{8}", value) is not None
 
@@ -238,13 +243,13 @@ class SetsReader:
         if os.path.exists(os.path.join(self._directory, single)):
             yield from self._header(single)
             return
-        index = os.path.join(self._directory, f"{single}.index.json")
+        index = os.path.join(self._directory, index_of(prefix))
         found = read_json(index)
         files: Any = found.get("weight_map")
         check(files, Each(text, file_name), f"{index}: weight_map")
         metadata = found.get("metadata")
         crcs: Any = metadata.get("crc32c", {}) if isinstance(metadata, dict) else {}
-        check(crcs, Each(text, _checksum), f"{index}: crc32c")
+        check(crcs, Each(text, checksum), f"{index}: crc32c")
         there = set[tuple[str, str]]()
         for file in dict.fromkeys(files.values()):
             for place in self._header(file):
