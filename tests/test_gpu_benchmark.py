@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -389,4 +390,6 @@ def test_every_stage_but_the_build_runs_dry(tmp_path: Path) -> None:
     assert done.stdout.rstrip().endswith("all stages done")
     (found,) = tmp_path.glob("*/gpu.jsonl")
     trained = {line["row"] for line in lines(found) if "busy" in line}
-    assert trained == {row for run in EVERY for row in run.rows}
+    peer = find_spec("deepspeed") is not None
+    there = [run for run in EVERY if peer or not run.placement.startswith("deepspeed")]
+    assert trained == {row for run in there for row in run.rows}
