@@ -28,9 +28,7 @@ class Request:
 class Engine:
     """One thread that submits and reaps. OSError, with the call, where its queue cannot be had."""
 
-    def __init__(
-        self, kind: int, depth: int, piece_bytes: int, inflight_bytes_max: int
-    ) -> None: ...
+    def __init__(self, kind: int, depth: int, piece_bytes: int) -> None: ...
     def address(self) -> int:
         """Where it lies, for other extensions here; as long as it lives."""
 

@@ -27,7 +27,7 @@ DEPTH, PIECE_BYTES = 16, 4 << 20
 drive busier, and what waits in the engine instead goes on by turns, as reads and writes."""
 THREADS_MAX = 32
 """Threads of the `python` backend, however great the depth."""
-ENGINE_VERSION = 5
+ENGINE_VERSION = 6
 """Of the compiled engine, as `src/module.cpp` has it."""
 
 _KERNEL = Path("/proc/sys")
@@ -60,7 +60,6 @@ def open_backend(
     *,
     depth: int = DEPTH,
     piece_bytes: int = PIECE_BYTES,
-    inflight_bytes_max: int = 256 << 20,
     io: IO | None = None,
 ) -> Backend:
     """A backend: the one named, else that of `AIO_BACKEND`, else the first that works here.
@@ -69,7 +68,6 @@ def open_backend(
         name: one of `BACKEND_NAMES`.
         depth: pieces under way at once.
         piece_bytes: longest transfer of one call, a multiple of 4096.
-        inflight_bytes_max: bytes handed to the system at once, at least `piece_bytes`.
         io: a simulation of the system's calls. Only `python` goes through it, and serves then.
 
     Raises:
@@ -80,12 +78,10 @@ def open_backend(
 
     if io is not None and type(io) is not IO:
         threads = min(depth, THREADS_MAX)
-        return ThreadBackend(
-            threads, io, piece_bytes=piece_bytes, inflight_bytes_max=inflight_bytes_max
-        )
+        return ThreadBackend(threads, io, piece_bytes=piece_bytes)
 
     def opened(name: str) -> Backend:
-        return _OPENERS[name](name, depth, piece_bytes, inflight_bytes_max)
+        return _OPENERS[name](name, depth, piece_bytes)
 
     asked = name or os.environ.get(BACKEND_VARIABLE)
     if asked:
@@ -115,24 +111,24 @@ def open_backend(
     raise AssertionError("the python backend needs nothing")
 
 
-def _open_native(name: str, depth: int, piece_bytes: int, inflight_bytes_max: int) -> Backend:
+def _open_native(name: str, depth: int, piece_bytes: int) -> Backend:
     from aio.native import NativeBackend
 
-    return NativeBackend(name, depth, piece_bytes, inflight_bytes_max)
+    return NativeBackend(name, depth, piece_bytes)
 
 
-def _open_libaio(name: str, depth: int, piece_bytes: int, inflight_bytes_max: int) -> Backend:
+def _open_libaio(name: str, depth: int, piece_bytes: int) -> Backend:
     from aio.libaio import LibaioBackend
 
-    return LibaioBackend(depth, piece_bytes, inflight_bytes_max)
+    return LibaioBackend(depth, piece_bytes)
 
 
-def _open_python(name: str, depth: int, piece_bytes: int, inflight_bytes_max: int) -> Backend:
+def _open_python(name: str, depth: int, piece_bytes: int) -> Backend:
     threads = min(depth, THREADS_MAX)
-    return ThreadBackend(threads, piece_bytes=piece_bytes, inflight_bytes_max=inflight_bytes_max)
+    return ThreadBackend(threads, piece_bytes=piece_bytes)
 
 
-_OPENERS: dict[str, Callable[[str, int, int, int], Backend]] = {
+_OPENERS: dict[str, Callable[[str, int, int], Backend]] = {
     "io_uring": _open_native,
     "linux_aio": _open_native,
     "threads": _open_native,
@@ -144,7 +140,7 @@ _OPENERS: dict[str, Callable[[str, int, int, int], Backend]] = {
 def _probed(name: str, depth: int) -> Probe:
     try:
         if name != "python":
-            _OPENERS[name](name, depth, ALIGN_BYTES, ALIGN_BYTES).close()
+            _OPENERS[name](name, depth, ALIGN_BYTES).close()
     except (ImportError, OSError) as error:
         return Probe(name, False, _why(name, error, depth))
     return Probe(name, True, "works here")

@@ -98,7 +98,7 @@ def _close_fd(io: IO, fd: int, pid: int) -> None:
         io.close(fd)
 
 
-def check_limits(depth: int, piece_bytes: int, inflight_bytes_max: int) -> None:
+def check_limits(depth: int, piece_bytes: int) -> None:
     """Raises ValueError where a backend cannot have these."""
     if not 1 <= depth <= DEPTH_MAX:
         raise ValueError(f"depth={depth}: expected 1 to {DEPTH_MAX}; try 32")
@@ -106,9 +106,4 @@ def check_limits(depth: int, piece_bytes: int, inflight_bytes_max: int) -> None:
         raise ValueError(
             f"piece_bytes={piece_bytes}: expected a multiple of {ALIGN_BYTES} up to "
             f"{PIECE_BYTES_MAX}, as O_DIRECT and preadv ask; try {4 << 20}"
-        )
-    if inflight_bytes_max < piece_bytes:
-        raise ValueError(
-            f"inflight_bytes_max={inflight_bytes_max} is less than one piece of {piece_bytes} "
-            "bytes, so that nothing could ever start; raise it"
         )

@@ -25,7 +25,6 @@ class LibaioBackend(ThreadBackend):
     Args:
         depth: pieces under way at once.
         piece_bytes: longest transfer of one call, a multiple of 4096.
-        inflight_bytes_max: bytes handed to the system at once, at least `piece_bytes`.
 
     Raises:
         ValueError: an argument is out of its range.
@@ -34,16 +33,16 @@ class LibaioBackend(ThreadBackend):
 
     name = "libaio"
 
-    def __init__(self, depth: int, piece_bytes: int, inflight_bytes_max: int) -> None:
-        check_limits(depth, piece_bytes, inflight_bytes_max)
-        self._begin(_LibaioShared(depth, piece_bytes, inflight_bytes_max), 1)
+    def __init__(self, depth: int, piece_bytes: int) -> None:
+        check_limits(depth, piece_bytes)
+        self._begin(_LibaioShared(depth, piece_bytes), 1)
 
 
 class _LibaioShared(Shared):
     """An eventfd tells the thread both of what is over and of what is new."""
 
-    def __init__(self, depth: int, piece_bytes: int, inflight_bytes_max: int) -> None:
-        super().__init__(IO(), piece_bytes, inflight_bytes_max)
+    def __init__(self, depth: int, piece_bytes: int) -> None:
+        super().__init__(IO(), piece_bytes)
         self._depth = depth
         self._context: Any = libaio.AIOContext(depth)
         self._context.getEvents(0)  # to see whether a container forbids that

@@ -87,21 +87,18 @@ class NativeBackend:
         name: `io_uring`, `linux_aio` or `threads`.
         depth: pieces under way at once; with `threads`, threads.
         piece_bytes: longest transfer of one call, a multiple of 4096.
-        inflight_bytes_max: bytes handed to the system at once, at least `piece_bytes`.
 
     Raises:
         ValueError: an argument is out of its range.
         OSError: the kernel does not give it; see `aio.probe`.
     """
 
-    def __init__(self, name: str, depth: int, piece_bytes: int, inflight_bytes_max: int) -> None:
-        check_limits(depth, piece_bytes, inflight_bytes_max)
+    def __init__(self, name: str, depth: int, piece_bytes: int) -> None:
+        check_limits(depth, piece_bytes)
         self.name = name
         self.io = IO()
         self._pid = os.getpid()
-        self._engine = _native.Engine(
-            _native.KINDS.index(name), depth, piece_bytes, inflight_bytes_max
-        )
+        self._engine = _native.Engine(_native.KINDS.index(name), depth, piece_bytes)
         weakref.finalize(self, _close, self._engine, self._pid).atexit = False
 
     def address(self) -> int:

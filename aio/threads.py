@@ -65,7 +65,6 @@ class ThreadBackend:
         threads: transfers that run at once.
         io: the system's calls, or a simulation of them.
         piece_bytes: longest transfer of one call, a multiple of 4096.
-        inflight_bytes_max: bytes handed to the system at once, at least `piece_bytes`.
 
     Raises:
         ValueError: an argument is out of its range.
@@ -80,10 +79,9 @@ class ThreadBackend:
         io: IO | None = None,
         *,
         piece_bytes: int = 4 << 20,
-        inflight_bytes_max: int = 64 << 20,
     ) -> None:
-        check_limits(threads, piece_bytes, inflight_bytes_max)
-        self._begin(Shared(io or IO(), piece_bytes, inflight_bytes_max), threads)
+        check_limits(threads, piece_bytes)
+        self._begin(Shared(io or IO(), piece_bytes), threads)
 
     def _begin(self, shared: Shared, threads: int) -> None:
         self.io = shared.io
@@ -151,8 +149,6 @@ class Piece:
     file: File
     view: memoryview
     offset: int
-    bytes: int
-    """Held of those in flight, to its end."""
     tries: int = 0
     """In a row without progress."""
 
@@ -160,15 +156,14 @@ class Piece:
 class Shared:
     """What callers and threads of one backend share; `changed` guards all of it."""
 
-    def __init__(self, io: IO, piece_bytes: int, inflight_bytes_max: int) -> None:
+    def __init__(self, io: IO, piece_bytes: int) -> None:
         self.io = io
         self.piece_bytes = piece_bytes
-        self.inflight_bytes_max = inflight_bytes_max
         self.changed = threading.Condition()  # Re-entrant: a finaliser may close.
         self.queue: deque[ThreadTicket] = deque()  # with bytes that are not yet cut
         self.pending: dict[File, int] = {}  # transfers that are not over
         self.closing = False
-        self.pieces = self._inflight_bytes = 0
+        self.pieces = 0
 
     def wake(self) -> None:
         """Has the threads look again. Lock held."""
@@ -211,14 +206,12 @@ class Shared:
         return True
 
     def take(self) -> Piece | None:
-        """The next piece, unless there is none or it is too much to be in flight. Lock held."""
+        """The next piece, unless there is none. Lock held."""
         if not self.queue:
             return None
         ticket = self.queue[0]
         (view, offset), file = ticket.uncut[0], ticket.file
         count = min(self.piece_bytes, view.nbytes)
-        if self._inflight_bytes + count > self.inflight_bytes_max:
-            return None
         ticket.uncut.popleft()
         if count < view.nbytes:
             ticket.uncut.appendleft(Part(view[count:], offset + count))
@@ -226,9 +219,8 @@ class Shared:
             self.queue.popleft()
         ticket.running += 1
         self.pieces += 1
-        self._inflight_bytes += count
         assert file is not None
-        return Piece(ticket, file, view[:count], offset, count)
+        return Piece(ticket, file, view[:count], offset)
 
     def advance(self, piece: Piece, result: int) -> OSError | None:
         """What the system said of a piece, bytes moved or -errno: it is at its end once nothing is
@@ -260,7 +252,6 @@ class Shared:
         ticket, file = piece.ticket, piece.file
         piece.view = memoryview(b"")  # Given back before the ticket is done.
         self.pieces -= 1
-        self._inflight_bytes -= piece.bytes
         ticket.running -= 1
         if error and (ticket.error is None or piece.offset < ticket.error[0]):
             ticket.error = piece.offset, error

@@ -22,7 +22,7 @@ from torch import nn
 
 import aio
 from offload.attachment import attach, exchange
-from offload.checkpoint.shards import WEIGHTS, SetsReader, index_of, joined, read_json
+from offload.checkpoint.shards import WEIGHTS, SetsReader, head_of, index_of, joined, read_json
 from offload.config import Config, warn_user
 from offload.planning.tiers import format_bytes
 from offload.runtime.shared_budget import SharedBudget
@@ -119,11 +119,11 @@ def _check_folder(where: str, options: Mapping[str, Any]) -> None:
             f"asked to load {where}; found no config.json: likely a name on the hub; try what "
             "huggingface_hub.snapshot_download gives; of an adapter, its base and prepare="
         )
-    single, index = f"{WEIGHTS}.safetensors", index_of(WEIGHTS)
-    if not any(os.path.exists(os.path.join(where, name)) for name in (single, index)):
+    if not os.path.exists(head_of(where, WEIGHTS)):
         raise ValueError(
-            f"asked to load {where}; found neither {single} nor {index}: likely the weights were "
-            "not downloaded, or are pickled in .bin files; try save_pretrained of transformers"
+            f"asked to load {where}; found neither {WEIGHTS}.safetensors nor {index_of(WEIGHTS)}: "
+            "likely the weights were not downloaded, or are pickled in .bin files; try "
+            "save_pretrained of transformers"
         )
     if read_json(found).get("quantization_config") is not None:
         raise ValueError(

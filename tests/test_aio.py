@@ -121,27 +121,6 @@ def test_close_with_work_in_flight():
         file.close()
 
 
-def test_bytes_in_flight_are_limited():
-    class Counting(MemoryIO):
-        now = most = 0
-        guard = threading.Lock()
-
-        def pwritev(self, fd, views, offset):
-            with self.guard:
-                self.now += views[0].nbytes
-                self.most = max(self.most, self.now)
-            time.sleep(0.001)
-            with self.guard:
-                self.now -= views[0].nbytes
-            return super().pwritev(fd, views, offset)
-
-    io = Counting()
-    limits = {"piece_bytes": BLOCK, "inflight_bytes_max": 2 * BLOCK}
-    with aio.ThreadBackend(6, io, **limits) as pool, scratch(pool, 32 * BLOCK) as file:
-        file.write_from(aligned(32 * BLOCK), 0).wait()
-    assert BLOCK <= io.most <= 2 * BLOCK
-
-
 def test_forked_child_does_not_wait_for_ever():
     io = GateIO()
     with aio.ThreadBackend(1, io) as pool, scratch(pool) as file:

@@ -66,7 +66,6 @@ LIMITS = st.fixed_dictionaries(
     {
         "depth": st.integers(1, 9),
         "piece_bytes": st.sampled_from([1, 2, 3, 8]).map(lambda n: n * BLOCK),
-        "inflight_bytes_max": st.sampled_from([8, 9, 64]).map(lambda n: n * BLOCK),
     }
 )
 
@@ -185,7 +184,7 @@ def test_a_buffer_that_is_dropped_stays_until_it_is_written(name, tmp_path):
 
 
 def test_what_a_caller_can_get_wrong(name, tmp_path):
-    for limits in ({"piece_bytes": 5}, {"inflight_bytes_max": 4096}, {"depth": 0}):
+    for limits in ({"piece_bytes": 5}, {"depth": 0}):
         with pytest.raises(ValueError, match=next(iter(limits))):
             aio.open_backend(name, **limits)
     with opened(name) as backend:

@@ -16,7 +16,7 @@ from tests.forked import Forked, anew
 ROOT = Path(__file__).parent.parent
 
 OFFERED = {
-    "aio/src": (ENGINE_VERSION, "dd67a049bd67"),
+    "aio/src": (ENGINE_VERSION, "88373cec4af8"),
     "cpu_adam/src": (KERNELS_VERSION, "55c8ee73e31f"),
     "offload/runtime/src": (RUNNER_VERSION, "9295d82b1c1d"),
 }

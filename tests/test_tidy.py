@@ -23,9 +23,9 @@ TEST_FILE_LINES_MAX = 500
 NATIVE_FILE_LINES_MAX = 900
 
 LINES_MAX = {
-    "offload": 20_031,
+    "offload": 20_038,
     "offload/cli": 3_465,
-    "aio": 4_031,
+    "aio": 3_998,
     "cpu_adam": 5_479,
 }
 """Python and C++ together; of offload without cli."""

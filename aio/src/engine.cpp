@@ -197,15 +197,12 @@ void Engine::cut() {
         const Transfer& transfer = request->transfer_;
         const Part& part = transfer.parts[request->part_];
         const int64_t bytes = std::min(options_.piece_bytes, part.bytes - request->given_);
-        if (inflight_bytes_ + bytes > options_.inflight_bytes_max) return;
         Flight& flight = *free_.back();
         free_.pop_back();
         static_cast<Piece&>(flight) = {transfer.fd, transfer.writing, part.data + request->given_,
                                        bytes, part.offset + request->given_};
         flight.request = request;
-        flight.room = bytes;
         flight.tries = 0;
-        inflight_bytes_ += bytes;
         request->running_++;
         running_[transfer.writing]++;
         ready_.push_back(&flight);
@@ -220,8 +217,7 @@ void Engine::cut() {
 // cut at once; else it is found when something is over, which is when there is room for it.
 int64_t Engine::time_to_sleep() {
     const bool later = !resting_.empty() || (!ready_.empty() && submitted_ == 0);
-    const bool room = requests_.empty() && !free_.empty() &&
-                      inflight_bytes_ < options_.inflight_bytes_max;
+    const bool room = requests_.empty() && !free_.empty();
     const bool nothing = requests_.empty() && free_.size() == flights_.size();
     std::lock_guard lock(mutex_);
     if ((room && !inbox_.empty()) || (closing_ && nothing)) return 0;
@@ -267,7 +263,6 @@ void Engine::again(Flight& flight, int last_code) {
 
 void Engine::end(Flight& flight, Failure failure) {
     const std::shared_ptr<Request> request = std::move(flight.request);
-    inflight_bytes_ -= flight.room;
     free_.push_back(&flight);
     request->running_--;
     running_[flight.writing]--;

@@ -36,7 +36,6 @@ struct Options {
     Kind kind = Kind::io_uring;
     int depth = 32;                                   // pieces under way at once
     int64_t piece_bytes = int64_t(4) << 20;           // longest transfer of one call
-    int64_t inflight_bytes_max = int64_t(256) << 20;  // at least piece_bytes
     // For tests: what to put round the queue.
     std::function<std::unique_ptr<Queue>(std::unique_ptr<Queue>)> wrap = {};
 };
@@ -90,7 +89,6 @@ private:
 // A piece of a request, with what the engine knows of it.
 struct Flight : Piece {
     std::shared_ptr<Request> request;
-    int64_t room = 0;  // bytes it holds of those that may be in flight
     int64_t due = 0;   // when it may be tried again
     int tries = 0;     // in a row without progress
 };
@@ -163,7 +161,6 @@ private:
     std::vector<Flight*> resting_;  // to be tried again later
     std::deque<std::shared_ptr<Request>> requests_;  // with bytes not yet cut
     std::vector<Completion> over_;
-    int64_t inflight_bytes_ = 0;
     int running_[2] = {};  // pieces that read, and that write
     int64_t submitted_ = 0;
 

@@ -145,7 +145,7 @@ static void translate(const std::exception_ptr& thrown, void*) {
 }
 
 NB_MODULE(_native, m) {
-    m.attr("VERSION") = 5;  // see aio/backends.py
+    m.attr("VERSION") = 6;  // see aio/backends.py
     m.attr("KINDS") = nb::make_tuple("io_uring", "linux_aio", "threads");
     nb::set_leak_warnings(false);  // a transfer under way at exit holds its file and buffers
     nb::register_exception_translator(translate);
@@ -156,13 +156,12 @@ NB_MODULE(_native, m) {
     nb::class_<Owned>(m, "Engine")
         .def("address", [](Owned& engine) { return uintptr_t(engine.operator->()); })
         .def("__init__",
-             [](Owned* self, int kind, int depth, int64_t piece_bytes, int64_t inflight_bytes_max) {
-                 const Options options{Kind(kind), depth, piece_bytes, inflight_bytes_max};
+             [](Owned* self, int kind, int depth, int64_t piece_bytes) {
+                 const Options options{Kind(kind), depth, piece_bytes};
                  const WithoutGil released;
                  new (self) Owned(options);
              },
-             nb::arg("kind"), nb::arg("depth"), nb::arg("piece_bytes"),
-             nb::arg("inflight_bytes_max"))
+             nb::arg("kind"), nb::arg("depth"), nb::arg("piece_bytes"))
         .def("submit", &submit, nb::arg("file"), nb::arg("writing"), nb::arg("align"),
              nb::arg("parts"))
         .def("drain",

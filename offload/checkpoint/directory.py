@@ -21,7 +21,7 @@ import torch
 from aio.errors import naming
 from cpu_adam import crc32c
 from offload.checkpoint.schema import Each, accepted, check, count, flag, shown, text
-from offload.checkpoint.shards import NAMES, checksum, index_of, read_json, write_file
+from offload.checkpoint.shards import NAMES, checksum, head_of, index_of, read_json, write_file
 
 RUN = "run.json"
 FORMAT = 1
@@ -126,10 +126,10 @@ def read_run(directory: str) -> dict[str, Any]:
         raise FileNotFoundError(errno.ENOENT, told, path) from error
     check_fields(run, path)
     for prefix, crc in run.pop("sets", {}).items():
-        index = os.path.join(directory, index_of(prefix))
-        if os.path.exists(index) and crc != _crc_of(index):
+        head = head_of(directory, prefix)
+        if os.path.exists(head) and (not head.endswith(".json") or crc != _crc_of(head)):
             raise ValueError(
-                f"{index}: of another save than the {RUN} beside it; likely something was exported "
+                f"{head}: of another save than the {RUN} beside it; likely something was exported "
                 "or copied there, or the drive changed bits; load another checkpoint"
             )
     return run
@@ -143,14 +143,17 @@ def write_run(directory: str, run: Mapping[str, Any], prefixes: Iterable[str]) -
 
 def _crc_of(path: str) -> str:
     with open(path, "rb") as file:
-        return f"{crc32c(np.frombuffer(file.read(), np.uint8), 0):08x}"
+        return _crc(file.read())
+
+
+def _crc(content: bytes) -> str:
+    return f"{crc32c(np.frombuffer(content, np.uint8), 0):08x}"
 
 
 def write_checked(path: str, run: Mapping[str, Any]) -> None:
     """A new file of JSON with its checksum, flushed to the drive."""
     text = _plain(run).encode()
-    crc = crc32c(np.frombuffer(text, np.uint8), 0)
-    write_file(path, b'{"crc32c": "%08x", "run": %b}\n' % (crc, text))
+    write_file(path, b'{"crc32c": "%b", "run": %b}\n' % (_crc(text).encode(), text))
 
 
 def read_checked(path: str, format_: int) -> dict[str, Any]:
@@ -159,8 +162,7 @@ def read_checked(path: str, format_: int) -> dict[str, Any]:
     run = found.get("run")
     if not isinstance(run, dict) or found.keys() != {"crc32c", "run"}:
         raise ValueError(f"{path}: no record of a run")
-    crc = crc32c(np.frombuffer(_plain(run).encode(), np.uint8), 0)
-    if found["crc32c"] != f"{crc:08x}":
+    if found["crc32c"] != _crc(_plain(run).encode()):
         raise ValueError(
             f"{path}: checksum mismatch; likely it was edited, or the drive changed bits; load "
             "another checkpoint"

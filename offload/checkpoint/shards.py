@@ -104,6 +104,12 @@ def index_of(prefix: str) -> str:
     return f"{prefix}.safetensors.index.json"
 
 
+def head_of(directory: str, prefix: str) -> str:
+    """The file that says what a set has: the only one where that is there, else the index."""
+    single = os.path.join(directory, f"{prefix}.safetensors")
+    return single if os.path.exists(single) else os.path.join(directory, index_of(prefix))
+
+
 def name_of(dtype: torch.dtype) -> str:
     """As `Tensor` has it."""
     return str(dtype).removeprefix("torch.")
@@ -239,11 +245,10 @@ class SetsReader:
             raise
 
     def _open(self, prefix: str) -> Iterator[_Place]:
-        single = f"{prefix}.safetensors"
-        if os.path.exists(os.path.join(self._directory, single)):
-            yield from self._header(single)
+        index = head_of(self._directory, prefix)
+        if not index.endswith(".json"):
+            yield from self._header(os.path.basename(index))
             return
-        index = os.path.join(self._directory, index_of(prefix))
         found = read_json(index)
         files: Any = found.get("weight_map")
         check(files, Each(text, file_name), f"{index}: weight_map")

@@ -183,8 +183,7 @@ int main(int count, char** arguments) {
         }
         std::printf("%s\n", names[int(kind)]);
         for (bool direct : {false, true}) {
-            Options options{.kind = kind, .depth = 5, .piece_bytes = 3 * BLOCK,
-                            .inflight_bytes_max = 9 * BLOCK};
+            Options options{.kind = kind, .depth = 5, .piece_bytes = 3 * BLOCK};
             test_bytes(options, directory, direct);
             options.wrap = with_faults({.seed = 5, .short_rate = 0.3, .retry_rate = 0.1,
                                         .refusal_rate = 0.2});
