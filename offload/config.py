@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
 import reprlib
@@ -83,10 +84,12 @@ class Config:
     least 256 MiB. Further gradients on nvme are shown in files beside them, in CPU memory as far
     as there is any: that is slower, and takes space beyond nvme_space until they are let go."""
 
-    shard: Literal["auto", 2, 3] = "auto"
+    shard: Literal["auto", 1, 2, 3] = "auto"
     """Over several ranks: whether the whole weights stay on each device until they are updated (2,
     as ZeRO-2) or are gathered for each use (3, as ZeRO-3). Gradients and states are cut in both.
-    auto: 2 if it fits, and puts nothing more on a drive."""
+    auto: 2 if it fits, and puts nothing more on a drive. 1 (as ZeRO-1) is 2 where each device also
+    keeps the whole gradient of its own micro-batches, which is sent once a step: in the last
+    backward that micro_batches tells of, else in step(). Its sums round in another order."""
 
     reduce: Literal["mean", "sum"] = "mean"
     """Over several ranks: whether gradients are averaged or summed. A mean over ranks that are no
@@ -112,6 +115,14 @@ class Config:
     trace: bool = True
     """Keep the last operations in memory for `offload report`: some megabytes, and far below a
     hundredth of the time."""
+
+    def __new__(cls, *_: object, **given: object) -> Config:
+        """Refuse what is no field, and name one that is."""
+        known = cls.__dataclass_fields__
+        for name in given.keys() - known.keys():
+            near = difflib.get_close_matches(name, known, 1, 0.5) or ", ".join(known)
+            raise TypeError(f"Config has no field {name!r}; likely meant: {''.join(near)}")
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         for name, allowed in _ALLOWED.items():

@@ -92,8 +92,8 @@ def planned_alike(
         return found
 
     def most() -> tuple[list[Group], Plan]:
-        found = cut(replace(sharding, keeps=True))
-        if config.shard != 2 and spills(found[1], lambda: cut(sharding)[1]):
+        found = cut(replace(sharding, keeps=True, late=config.shard == 1))
+        if config.shard == "auto" and spills(found[1], lambda: cut(sharding)[1]):
             raise BudgetError("kept weights would push other values to a drive")
         return found
 
@@ -101,7 +101,7 @@ def planned_alike(
         try:
             return group.all_or_none(most, id)  # type: ignore[no-any-return]
         except (BudgetError, RuntimeError):
-            if config.shard == 2:
+            if config.shard != "auto":
                 raise
     return group.all_or_none(least, id)  # type: ignore[no-any-return]
 

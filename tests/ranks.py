@@ -292,10 +292,14 @@ class How:
     mesh: tuple[int, ...] = ()
     """Of the ranks, where it is not all in a row."""
 
-    @property
-    def summed_first(self) -> int:
-        """Of how many micro-batches in a row gradients are summed before the sums are."""
-        return 1 if 1 in self.mesh else self.mesh[-1] if self.mesh else 1
+    def sums(self, ranks: int) -> list[list[list[int]]]:
+        """The micro-batches of one process: those of a list are summed before their sums are."""
+        row = 1 if 1 in self.mesh else self.mesh[-1] if self.mesh else 1
+        each = [[*range(rank, ranks * self.micro, ranks)] for rank in range(ranks)]
+        if self.config.get("shard") == 1:
+            return [each[at : at + row] for at in range(0, ranks, row)]
+        every = range(ranks * self.micro)
+        return [[[*every[at : at + row]]] for at in every[::row]] if row > 1 else [[[*every]]]
 
     def build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(3)
@@ -371,24 +375,29 @@ def one_process(how: How, ranks: int) -> Trained:
     }
     model, optimizer = offload.attach(model, optimizer, offload.Config(**MEMORY, **options))
     scale = 1 if how.config.get("reduce") == "sum" else ranks
-    losses, norms = [], []
-    count = how.micro * ranks
+    losses, norms, count = list[float](), [], how.micro * ranks
     for step in range(how.steps):
-        sums: dict[nn.Parameter, torch.Tensor] = {}
-        for number in range(count):
-            loss = how.loss(model, step * count + number)
-            (loss / scale).backward()
-            losses.append(loss.item())
-            if how.summed_first > 1 and (number + 1) % how.summed_first == 0:
-                move_gradients(model, sums)
-        for parameter, gradient in sums.items():
+        sums, found = [dict[nn.Parameter, torch.Tensor]() for _ in range(2)], dict[int, float]()
+        for row in how.sums(ranks):
+            for numbers in row:
+                for number in numbers:
+                    loss = how.loss(model, step * count + number)
+                    (loss / scale).backward()
+                    found[number] = loss.item()
+                move_gradients(model, sums[0])
+            for parameter, gradient in sums[0].items():
+                parameter.grad = gradient
+            sums[0].clear()
+            move_gradients(model, sums[1])
+        for parameter, gradient in sums[1].items():
             parameter.grad = gradient
+        losses += [found[number] for number in range(count)]
         optimizer.step()
         norms.append(optimizer.grad_norm())
         optimizer.zero_grad()
-    found = Trained(losses, norms, values_of(model, optimizer))
+    left = Trained(losses, norms, values_of(model, optimizer))
     offload.engine_of(model).close()
-    return found
+    return left
 
 
 def move_gradients(model: nn.Module, sums: dict[nn.Parameter, torch.Tensor]) -> None:

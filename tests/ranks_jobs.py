@@ -413,11 +413,12 @@ def sent_by_level(rank: int, ranks: int, how: How) -> list[tuple[int, int]]:
     assert group.sent_bytes - before == found[True] + found[False]
     uses = [op.value.unit for op in _collectives(engine) if op.verb is Verb.GATHER]
     once, every = (sum(full[unit].weight_bytes for unit in of) for of in (set(uses), uses))
-    size = how.micro * sum(unit.gradient_bytes for unit in full)
+    late = engine.plan.profile.sharding.late
+    size = (1 if late else how.micro) * sum(unit.gradient_bytes for unit in full)
     engine.close()
     wanted = (once + size) * (rows - 1) // ranks, (every + size) * (shards - 1) // shards
     pairs = [(found[row], wanted[row]) for row in (False, True)]
-    return pairs[: 1 + (how.micro == 1)]  # Else some weights are in slots yet.
+    return pairs[: 1 + (late or how.micro == 1)]  # Else some weights are in slots yet.
 
 
 def edit(rank: int, ranks: int, how: How) -> int:

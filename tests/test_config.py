@@ -166,9 +166,17 @@ def test_refusals_name_the_field(wrong: dict[str, object], text: str) -> None:
     assert len(str(caught.value)) < 200
 
 
-def test_an_unknown_field_is_refused() -> None:
-    with pytest.raises(TypeError, match="nvme_dir"):
-        Config(nvme_dir="/x")  # type: ignore[call-arg]
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("param", "'param'; likely meant: params$"),
+        ("nvme_dir", "nvme_path$"),
+        ("zzz", "params, gr"),
+    ],
+)
+def test_an_unknown_field_is_refused_and_likely_ones_are_named(name: str, text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        Config(**{name: 1})
 
 
 def test_a_home_directory_in_a_path(monkeypatch: pytest.MonkeyPatch) -> None:

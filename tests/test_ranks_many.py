@@ -31,7 +31,7 @@ PLACEMENTS = (
 FACTORS = {
     "ranks": ("2", "3", "4", "1"),
     "micro": ("1", "3"),
-    "shard": ("2", "3"),
+    "shard": ("2", "3", "1"),
     "placement": PLACEMENTS,
     "states": ("exact", "fp32", "compact"),
     "kind": KINDS,

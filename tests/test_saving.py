@@ -135,7 +135,7 @@ def test_compact_states_come_back_bit_for_bit(
 def test_the_library_of_the_format_reads_every_shard(tmp_path: Path) -> None:
     with attached(("nvme", "cpu", "cpu"), tmp_path, build=buffered) as run:
         plain(run, 0)
-        offload.save(run.model, run.optimizer, tmp_path / "save", shard_bytes=20_000)
+        offload.save(run.model, run.optimizer, tmp_path / "save", shard_bytes="20kB")
         expected = dict(run.model.state_dict())
     files = sorted((tmp_path / "save").glob("model-*.safetensors"))
     assert len(files) > 3

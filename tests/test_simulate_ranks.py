@@ -28,15 +28,13 @@ COMM = replace(MACHINE, link_bytes_per_s=BYTES, nic_bytes_per_s=BYTES)
 SLOW = Machine(device_bytes=0, cpu_bytes=0, nodes=4, pcie_bytes_per_s=12e9, hop_seconds=1e-5)
 
 
-def plan_of(
-    count: int, homes: tuple[Tier, Tier, Tier], ranks: int = 2, *, keeps: bool = False
-) -> Plan:
+def plan_of(count: int, homes: tuple[Tier, Tier, Tier], ranks: int = 2, **sharding: bool) -> Plan:
     """Blocks of which each rank has 4096 elements."""
     made = [
         lay_out_unit(f"block{i}", [_spec(i, ranks * 4096)], ranks=ranks, chunk_elements=1 << 20)
         for i in range(count)
     ]
-    profile = profile_of(made, sharding=Sharding(0, ranks, keeps))
+    profile = profile_of(made, sharding=Sharding(0, ranks, **sharding))
     placements = [Placement(*homes)] * count
     return lay_out(profile, placements, budgets=AMPLE, clips=False, states=StateChoice())
 
@@ -217,6 +215,14 @@ def test_each_op_takes_its_time_or_longer_and_none_is_lost(homes: tuple[Tier, Ti
     told = sum(op.verb is not Verb.COLLECT for phase in phases for op in phase.ops)
     assert len(timeline.spans) >= 3 * told
     assert end_of(timeline) >= timeline.steps[-1]
+
+
+@pytest.mark.parametrize("homes", ALIKE)
+def test_gradients_that_stay_are_sent_once_a_step(homes: tuple[Tier, Tier, Tier]) -> None:
+    program = program_of(6, homes, 4, keeps=True, late=True)
+    lines = [simulate(program, SLOW, lambda u, v: 1e-6, micro_batches=n) for n in (1, 3)]
+    assert moved(lines[0], Lane.COMM) == moved(lines[1], Lane.COMM) > 0
+    assert lines[1].step_seconds < 1.01 * lines[0].step_seconds + 3 * 12e-6
 
 
 # -- predicted steps ----------------------------------------------------------------------------

@@ -33,7 +33,7 @@ def export(
     model: nn.Module,
     folder: str | os.PathLike[str],
     *,
-    shard_bytes: int = SHARD_BYTES,
+    shard_bytes: int | str = SHARD_BYTES,
     **options: Any,
 ) -> None:
     """Write what `from_pretrained` of transformers reads: configs, and weights as safetensors with
@@ -47,7 +47,7 @@ def export(
     Args:
         model: attached, of a class that has `save_pretrained`.
         folder: made where it is not there.
-        shard_bytes: most bytes of one file.
+        shard_bytes: most bytes of one file, also as a text: "5GB".
         options: of PEFT's `save_pretrained`, for adapters: `selected_adapters`...
 
     Raises:
@@ -57,7 +57,7 @@ def export(
         OSError: a file could not be written; but for what is said above all is as it was.
     """
     refuse_inside("offload.export()")
-    engine, where = engine_of(model), os.fspath(folder)
+    engine, where, most = engine_of(model), os.fspath(folder), parse_bytes(shard_bytes)
     engine.require_whole("offload.export")
     write_rest = getattr(type(model), "save_pretrained", None)
     if write_rest is None:
@@ -84,7 +84,7 @@ def export(
                 with naming("write of configs or adapters", new):
                     write_rest(model, new, state_dict=values, **options)
                 if not adapters:
-                    _write(model, new, sets, parts, f"exporting to {where}", shard_bytes)
+                    _write(model, new, sets, parts, f"exporting to {where}", most)
             if taken:
                 _move(os.path.join(where, STAGED), where)
 
@@ -202,7 +202,7 @@ class SavePretrained:
             options = {k: v for k, v in options.items() if k not in _OF_ONE_RANK}
         asked = {k: v for k, v in options.items() if k not in default or v != default[k]}
         if "max_shard_size" in asked:
-            asked["shard_bytes"] = parse_bytes(asked.pop("max_shard_size"))
+            asked["shard_bytes"] = asked.pop("max_shard_size")
         if asked.keys() <= {"shard_bytes", "selected_adapters", "save_embedding_layers"}:
             return export(model, save_directory, **asked)
         if ranks:

@@ -58,6 +58,7 @@ from offload.optim.optimizer import Optimizer
 from offload.optim.states import Part
 from offload.planning.layout import Plan
 from offload.planning.profile import Parameter, Piece
+from offload.planning.tiers import parse_bytes
 from offload.program.ops import Value
 from offload.runtime.entry import entry, interruptible
 from offload.runtime.memory import host_tensor
@@ -74,7 +75,7 @@ def save(
     user: Any = None,
     scheduler: Any = None,
     frozen: bool = True,
-    shard_bytes: int = SHARD_BYTES,
+    shard_bytes: int | str = SHARD_BYTES,
 ) -> None:
     """Write all that training goes on from to a directory, which is there whole or not at all.
 
@@ -91,7 +92,7 @@ def save(
         scheduler: an object with `state_dict()` of such data, as those of torch have.
         frozen: False leaves out the weights that are not trained, such as the base of an adapter;
             `load` leaves them as they are then.
-        shard_bytes: most bytes of one file.
+        shard_bytes: most bytes of one file, also as a text: "5GB".
 
     Raises:
         ValueError: the model is not attached, or keeps extra state; the optimizer is another's.
@@ -101,6 +102,7 @@ def save(
     """
     refuse_inside("offload.save()")
     engine, where = _engine_of(model, optimizer), os.fspath(directory)
+    most = parse_bytes(shard_bytes)
     run: dict[str, Any] = {"format": FORMAT, "step": engine.steps, "user": encoded(user, "user")}
     if optimizer is None and not frozen:
         raise ValueError(
@@ -122,7 +124,7 @@ def save(
 
         def write(parts: Parts) -> None:
             with whole_directory(where) as new:
-                write_sets(new, sets, parts, f"saving to {where}", shard_bytes)
+                write_sets(new, sets, parts, f"saving to {where}", most)
                 write_run(new, run, sets)
 
         write_together(engine, parts_of(engine, model, optimizer, sets), sets, write)

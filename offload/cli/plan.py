@@ -123,7 +123,8 @@ class Estimate:
     @property
     def shard(self) -> int | None:
         """As `Config.shard`; None with one rank."""
-        return (2 if self.layout.profile.sharding.keeps else 3) if self.ranks > 1 else None
+        how = self.layout.profile.sharding
+        return (3 - how.keeps - how.late) if self.ranks > 1 else None
 
     @property
     def tokens(self) -> int:
@@ -189,8 +190,8 @@ def _fitting(asked: Plan, machine: Machine, ranks: int) -> tuple[Transformer, La
         config = replace(config, device_memory=left)
     if not machine.nvme_bytes and "nvme" not in (config.params, config.gradients, config.optimizer):
         config = replace(config, nvme_path=())
-    keeps = {"auto": (True, False), 2: (True,), 3: (False,)}[config.shard]
-    ways = [Sharding(0, ranks, keep) for keep in keeps] if ranks > 1 else [ALONE]
+    allowed = (2, 3) if config.shard == "auto" else (config.shard,)
+    ways = [Sharding(0, ranks, s < 3, late=s == 1) for s in allowed] if ranks > 1 else [ALONE]
     told: ValueError | None = None
     for sharding, parts in product(ways, PARTS if asked.parts == "auto" else (asked.parts,)):
         model = replace(whole, parts=parts)
@@ -219,17 +220,17 @@ def _lacks(
     The planner finds that, too, and more. It looks at all layers, which takes longer than at three.
     """
     budgets, states = budgets_of(config, machine), StateChoice("adam", config.states, True)
-    few = replace(model, layers=3).profile(Grain(), replace(sharding, keeps=False))
+    few = replace(model, layers=3).profile(Grain(), replace(sharding, keeps=False, late=False))
     homes = [Placement("cpu", "cpu", "cpu")] * len(few.units)
     least = lay_out(few, homes, budgets=budgets, clips=False, states=states, weight_slots=1)
-    slots = least.taken_bytes("device") + (2 * model.parameters if sharding.keeps else 0)
+    slots = least.taken_bytes("device") + 2 * model.parameters * (sharding.keeps + sharding.late)
     if slots > budgets["device"]:
         size = format_bytes(slots, up=True)
         ways = {
             f"--device-memory {size.replace(' ', '')} and fewer tokens at once": slots
             <= machine.device_bytes,
             f"--parts {PARTS[-1]}": asked.parts not in ("auto", PARTS[-1]),
-            "--shard 3": config.shard == 2,
+            "--shard 3": config.shard in (1, 2),
         }
         tried = [way for way, may in ways.items() if may] or ["a narrower model"]
         return (
@@ -294,8 +295,9 @@ def _notes(found: Estimate) -> Iterator[str]:
         f"the NICs count. {cluster.source}"
     )
     if found.shard:
-        kept = {2: "kept on each device until the update", 3: "for each use"}[found.shard]
-        yield f"--shard {found.shard}: whole weights are gathered, {kept}"
+        kept = {3: "for each use"}.get(found.shard, "kept on each device until the update")
+        late = ", and whole gradients of a rank's micro-batches" if found.shard == 1 else ""
+        yield f"--shard {found.shard}: whole weights are gathered, {kept}{late}"
     if found.model.parts > 1:
         yield (
             f"--parts {found.model.parts}: so many units of a block, which are entries of a list "

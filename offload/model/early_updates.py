@@ -54,7 +54,7 @@ class EarlyUpdates:
         self._names = names
         self._finished = self._finished_before = 0
         """Backwards since the last step, or since gradients were given up; those before that."""
-        self._said = self._is_last = False
+        self._said = self._is_last = self.said_last = False
         self._now: list[dict[int, int]] = [{} for _ in names]
         """By unit and parameter, how often a gradient came in the backward under way."""
         self._before: list[dict[int, int]] | None = None
@@ -68,8 +68,9 @@ class EarlyUpdates:
 
     def backward_began(self) -> None:
         """An outermost backward begins."""
-        guess = self._number or (self._finished_before if self._clips else 0)
-        self._is_last = self._said or self._finished + 1 == guess
+        self.said_last = self._said or self._finished + 1 == self._number
+        guess = self._finished_before if self._clips and self._number is None else 0
+        self._is_last = self.said_last or self._finished + 1 == guess
         self._now = [{} for _ in self._names]
 
     def gradient_came(self, unit: int, parameter: int) -> None:

@@ -48,7 +48,7 @@ def engine_of(model: nn.Module) -> Engine:
     Raises:
         ValueError: there is none.
     """
-    if model not in attached:
+    if not isinstance(model, nn.Module) or model not in attached:
         raise ValueError("the model is not attached: attach it first; detach it only once")
     return attached[model]
 

@@ -16,7 +16,7 @@ its own first, so it keeps what it showed; a view of it does not, and shows late
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,14 +98,17 @@ class Gradients:
         if (view := one.views.get(parameter)) is None:
             there = collected(self._plan, unit)
             view = one.views[parameter] = self._view(there, unit, parameter)
-        at_home = self._slots[unit] is None
-        if at_home and parameter in one.kept:
+        if parameter in self._held(unit):
             accumulate(view, gradient.to(view.dtype))
         else:
             view.copy_(gradient)
-        if at_home:
+        if self._slots[unit] is None:
             one.kept.add(parameter)
         one.arrived.add(parameter)
+
+    def _held(self, unit: int) -> Collection[int]:
+        """The parameters of which there is a gradient where those of a unit are collected."""
+        return self.units[unit].kept if self._slots[unit] is None else ()
 
     def send(self, unit: int) -> None:
         """Send what has arrived on to the unit's home; nothing to do when nothing has."""

@@ -76,7 +76,8 @@ class Collectives:
         """A pass begins, on all ranks."""
         gathered = sorted((at.number, u) for at, u in held.items() if at.use == "full_weight")
         changed, self._changed = sum(1 << unit for unit in self._changed), set()
-        self._order.open((verb.value, tuple(gathered)), changed)
+        late = self.profile.sharding.late and verb is Verb.BACKWARD and self._early.said_last
+        self._order.open((verb.value, tuple(gathered), late), changed)
 
     def _all_messages(self, mine: Message) -> list[Message]:
         """A round. What weights changed on any rank is kept on none."""
@@ -108,7 +109,7 @@ class Collectives:
         self._backwards += backward
         members = self._order.close(self._gradients.came(), backward=backward)
         self._land()
-        self._gradients.also_came(members)
+        self._gradients.also_came(members, backward=backward)
 
     def _land(self, last: Message | None = None) -> None:
         """Wait for the collectives that have begun: for all, or up to the `last`."""

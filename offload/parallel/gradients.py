@@ -7,6 +7,10 @@ process does that takes the N * A in turn. Over two levels what comes are sums a
 Two levels]. Where a parameter got no gradient on a rank, that rank sends -0.0, which added to any
 number is that number.
 
+With `Config(shard=1)` a rank first adds its own micro-batches, each in the slot that its unit has
+for itself, and sends their sum in the last backward of a step, or in `step()`. So N ranks sum as
+one process does that adds the A micro-batches of each rank by themselves, and then these sums.
+
 A gradient goes this way: `collect` puts it into the slot of its full unit, `_move_home` waits for
 its place in the order of all ranks, `_exchange` sends it, and `_fold` adds what came from them to
 what is kept. `serve` sends it where another rank comes to its end first.
@@ -14,7 +18,7 @@ what is kept. `serve` sends it where another rank comes to its end first.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Literal
 
@@ -42,6 +46,11 @@ class SummedGradients(Gradients):
         """None is there; over the ranks of `group` they are summed, or averaged."""
         super().__init__(engine.runner, engine.passes, engine.snapshots)
         self.collectives, self._group = Collectives(group, engine, self), group
+        self._late, self._early = self._plan.profile.sharding.late, engine.early
+        self._own: list[set[int]] = [set() for _ in self.units]
+        """By unit, the parameters of which the slot has a sum of this rank's, to be sent later."""
+        self._owed: set[int] = set()
+        """Units of which any rank has such a sum, after a backward."""
         self._factor = 1 / group.ranks if reduce == "mean" else 1.0
         self._stored: list[set[int]] = [set() for _ in self.units]
         """By unit, the parameters whose home has a sum."""
@@ -58,7 +67,7 @@ class SummedGradients(Gradients):
 
     def is_sum(self, unit: int) -> bool:
         """Whether it is that of all ranks, for all of the unit, and nothing is still to come."""
-        whole = self.units[unit].kept >= self.units[unit].trainable
+        whole = self.units[unit].kept >= self.units[unit].trainable and not self._own[unit]
         return whole and self.collectives.is_through(unit)
 
     def _free_slot(self, unit: int) -> None:
@@ -67,8 +76,30 @@ class SummedGradients(Gradients):
         if other is not None and self._slots[other] == self._slots[unit]:
             self.collectives.end_exchange()
 
+    def _held(self, unit: int) -> Collection[int]:
+        return self._own[unit]
+
     def _move_home(self, unit: int, new: frozenset[int], kept: frozenset[int]) -> None:
-        self.collectives.exchange(unit, partial(self._exchange, unit, new))
+        self._own[unit] |= new
+        if self._early.said_last or not self._late:
+            self.collectives.exchange(unit, partial(self._exchange, unit))
+
+    def send_all(self) -> None:
+        """Send on everything that has come anywhere; in the last backward, or after it, also what
+        is owed."""
+        super().send_all()
+        if self._early.said_last:
+            self._send_owed()
+
+    def _send_owed(self) -> None:
+        for unit in sorted(self._owed):
+            self.collectives.exchange(unit, partial(self._exchange, unit))
+
+    def let_go(self) -> None:
+        """An update will read the homes: let what is owed be there, and show none any more."""
+        self._send_owed()
+        self.collectives.end_exchange()
+        super().let_go()
 
     def serve(self, unit: int) -> None:
         """Send what has come of a unit, as another rank asks: -0.0 where nothing has."""
@@ -76,15 +107,20 @@ class SummedGradients(Gradients):
         if one.task is not None:
             arrived = self._end_collecting(unit, one.task)
             one.kept |= arrived
-            self._exchange(unit, arrived)
+            self._own[unit] |= arrived
+        if self._own[unit]:
+            self._exchange(unit)
             return
+        self._owed.discard(unit)
         reserve = Use(Place("device", "reserve"), Value("gradient", unit))
         for segment in self._segments(reserve):
             segment.fill_(-0.0)
         self.collectives.exchange_began(unit, self._send(unit, reserve), partial(self._fold, unit))
 
-    def _exchange(self, unit: int, new: frozenset[int]) -> None:
-        """Send a gradient, of which the parameters `new` have come, to its owners."""
+    def _exchange(self, unit: int) -> None:
+        """Send what the slot has of a gradient to its owners."""
+        new, self._own[unit] = self._own[unit], set()
+        self._owed.discard(unit)
         task, source = self._start(exchange, unit), collected(self._plan, unit)
         with self._group.comm_stream():
             self._runner.begin(task)
@@ -103,7 +139,7 @@ class SummedGradients(Gradients):
         return task
 
     @torch.no_grad()
-    def _prepare(self, unit: int, source: Use, new: frozenset[int]) -> None:
+    def _prepare(self, unit: int, source: Use, new: set[int]) -> None:
         """Fill in what did not come, and scale: on the stream that sends it."""
         for parameter in self.units[unit].trainable - new:
             self._view(source, unit, parameter).fill_(-0.0)
@@ -163,14 +199,37 @@ class SummedGradients(Gradients):
         bits = enumerate(self._trainable)
         return sum(1 << bit for bit, (unit, index) in bits if index in self.units[unit].kept)
 
-    def also_came(self, members: int) -> None:
-        """These have a gradient on some rank."""
+    def also_came(self, members: int, *, backward: bool) -> None:
+        """These have a gradient on some rank, as a pass ends."""
+        later = backward and self._late and not self._early.said_last
         for bit, (unit, index) in enumerate(self._trainable):
             if members >> bit & 1:
                 self.units[unit].kept.add(index)
+                if later:
+                    self._owed.add(unit)
+
+    def show(self, unit: int, parameter: int) -> torch.Tensor | None:
+        """The gradient in the parameter's shape, None where there is none; edits count."""
+        self._require_sum(unit)
+        return super().show(unit, parameter)
+
+    def read(self, unit: int, parameter: int) -> torch.Tensor | None:
+        """A gradient in memory of its own; None where there is none."""
+        self._require_sum(unit)
+        return super().read(unit, parameter)
+
+    def _require_sum(self, unit: int) -> None:
+        if unit in self._owed:
+            raise RuntimeError(
+                f"asked for a gradient of {self._plan.profile.full[unit].name} between backward "
+                "and step(): with Config(shard=1) each rank has its own sum until then. Clip by "
+                "Config(max_grad_norm=...), or take shard=2, which sums over ranks in each backward"
+            )
 
     def assign(self, unit: int, parameter: int, gradient: torch.Tensor | None) -> None:
         """Copy a gradient in, in place of the one that there is, if any."""
+        if gradient is not None:
+            self._require_sum(unit)
         super().assign(unit, parameter, gradient)
         if gradient is not None:
             self._stored[unit].add(parameter)
@@ -179,3 +238,6 @@ class SummedGradients(Gradients):
         """Let a parameter have no gradient."""
         super().give_up(unit, parameter)
         self._stored[unit].discard(parameter)
+        self._own[unit].discard(parameter)
+        if not self.units[unit].kept:
+            self._owed.discard(unit)

@@ -6,8 +6,9 @@ data: which experts are used, how long a generation is. So a rank *asks* before 
 round each rank says what it needs next. All do every gather that was asked for; where none was,
 one exchange, that of the unit whose backward comes first. So a rank that has a gradient waits until
 the others have come as far, and each gives what it has of it: sums keep their order. A rank that
-needs nothing more of a pass says so, and does what others ask until all have said it. That takes a
-small message a unit, and the message that asks for a collective stands for it.
+needs nothing more of a pass says so, and does what others ask until all have said it; at the end
+of a backward also while others end forwards, of which they may call more before theirs. That takes
+a small message a unit, and the message that asks for a collective stands for it.
 
 An order in which all ranks have asked for the same things is kept by what the slots held when it
 began. When a pass begins alike on all ranks the next time, nobody asks. A rank whose use differs
@@ -56,7 +57,7 @@ ORDERS_MAX = 64
 
 _ASKS = {Kind.GATHER, Kind.EXCHANGE}
 _IN_PASS = _ASKS | {Kind.OPEN}
-_FORWARD = Kind.END, 0
+_FORWARD, _BACKWARD = (Kind.END, 0), (Kind.END, 1)
 
 TEXTS = {
     Kind.END: "was at the end of a pass",
@@ -182,7 +183,8 @@ class Order:
             said, _ = self._round(message)
             kinds = {one.kind for one in said}
             busy = _IN_PASS if message[:2] != _FORWARD else {Kind.GATHER, Kind.OPEN}
-            if not kinds.isdisjoint(busy):
+            earlier = message[:2] == _BACKWARD and any(one[:2] == _FORWARD for one in said)
+            if earlier or not kinds.isdisjoint(busy):
                 continue
             if message.kind == Kind.END or kinds == {message.kind}:
                 return said

@@ -379,10 +379,10 @@ class _Memory:
             return [(None,) * len(units)] * 2
         weights = [unit.weight_bytes for unit in units]
         gradients = [unit.gradient_bytes for unit in units]
-        most = len(units) if profile.sharding.keeps else min(weight_slots, STAGES)
+        few, at = min(weight_slots, STAGES), profile.sharding
         found = [
-            self.shared_slots("full_weight", units, weights, most),
-            self.shared_slots("full_gradient", units, gradients, STAGES),
+            self.shared_slots("full_weight", units, weights, len(units) if at.keeps else few),
+            self.shared_slots("full_gradient", units, gradients, len(units) if at.late else STAGES),
         ]
         self.ring("device", "exchange", max(gradients, default=0), 1)
         self.ring("device", "reserve", max((*weights, *gradients), default=0), 1)

@@ -253,6 +253,9 @@ class Sharding:
     keeps: bool = False
     """Whether gathered weights stay on the device until they are updated (ZeRO-2); else until
     others need their slot (ZeRO-3)."""
+    late: bool = False
+    """Whether gradients stay on the device of the rank that made them until the last backward of a
+    step (ZeRO-1); else they are summed over ranks in each."""
     column: int = 0
     """The ranks of a column, whose parts of a unit stay on the device from their first gathering
     until a weight changes, see [Note: Two levels] of `parallel`; 0 where they do not."""

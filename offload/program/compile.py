@@ -61,7 +61,8 @@ def compute_phase(plan: Plan, name: str, order: Sequence[int], in_slots: dict[Pl
             ops += fetch_missing(plan, unit, position, in_slots, held, entry)
         ops.append(use(plan, unit, verb, position))
         if verb is Verb.BACKWARD and units[unit].trainable:
-            first = name == "backward_first" and unit not in came
+            alone = name == "backward_first" or plan.profile.sharding.late
+            first = alone and unit not in came
             came.add(unit)
             ops.append(collect(plan, unit, position + 1))
             if plan.full_gradient[unit] is not None:
@@ -240,6 +241,14 @@ def square(plan: Plan, unit: int, at: Use | None = None) -> Op:
     lane = Lane.COMPUTE if at.place.tier == "device" else Lane.CPU
     size = plan.bytes_of("gradient", unit)
     return Op(lane, Verb.SQUARE, value, (at,), (partial,), size, -1)
+
+
+def before_last(plan: Plan, phase: Phase) -> Sequence[Op]:
+    """A pass before the last backward of a step, up to which gradients may stay where they are
+    collected."""
+    if not plan.profile.sharding.late:
+        return phase.ops
+    return [op for op in phase.ops if op.value.kind == "weight" or op.verb is Verb.COLLECT]
 
 
 def with_squares(plan: Plan, ops: Sequence[Op], *, again: bool) -> list[Op]:

@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from offload.planning.machine import Machine
-from offload.program.compile import STREAMED, compute_phase, parts_of, with_squares
+from offload.program.compile import STREAMED, before_last, compute_phase, parts_of, with_squares
 from offload.program.ops import Lane, Op, Program, Verb, cells
 from offload.program.schedule import FLYING_BYTES_MAX, Schedule, Scoreboard, State, Task
 
@@ -214,7 +214,8 @@ class _Simulation:
                     name = phase.name
                     left = Counter(op.value.unit for op in phase.ops if op.verb in _COMPUTES)
                     is_last = name == backward and batch == micro_batches - 1
-                    queued = self._issue(last_ops if is_last else phase.ops, name, step, number)
+                    ops = last_ops if is_last else before_last(self._program.plan, phase)
+                    queued = self._issue(ops, name, step, number)
                     for task in (task for task in queued if task.of_user):
                         yield task
                         unit = task.op.value.unit

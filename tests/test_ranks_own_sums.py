@@ -1,0 +1,87 @@
+"""`Config(shard=1)`: each rank sums its own micro-batches before the ranks sum theirs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import offload
+from tests.ranks import How, World, assert_as_one, digest, values_of, world_of
+from tests.ranks_jobs import _attached, _steps
+
+two = world_of(2)
+HOW = How(micro=3, config={"shard": 1})
+JOBS = "tests.test_ranks_own_sums"
+
+
+def looks(rank: int, ranks: int, how: How) -> tuple[set[str], float]:
+    """What a gradient is before a step, and the norm after it."""
+    model, optimizer = _attached(how)
+    weight, said = model.head.weight, set[str]()
+    touches: Any = (
+        lambda: weight.grad,
+        lambda: setattr(weight, "grad", torch.zeros_like(weight)),
+        lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+        lambda: optimizer.zero_grad(set_to_none=False),
+    )
+    how.loss(model, rank).backward()
+    for touch in touches:
+        with pytest.raises(RuntimeError) as error:
+            touch()
+        said.add(str(error.value))
+    optimizer.step()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.zero_grad(set_to_none=False)
+    how.loss(model, rank).backward()
+    optimizer.step()
+    offload.engine_of(model).close()
+    return said, float(norm)
+
+
+def drops(rank: int, ranks: int, how: How) -> dict[str, tuple[int, torch.Tensor]]:
+    """What is left of a run in which some backwards are given up."""
+    model, optimizer = _attached(how)
+    for step in range(how.steps):
+        for number in range(step):
+            how.loss(model, number).backward()
+        optimizer.zero_grad()
+        _steps(model, optimizer, how, rank, ranks, [step])
+    found = values_of(model, optimizer)
+    offload.engine_of(model).close()
+    return found
+
+
+def test_a_gradient_is_there_after_the_step(two: World) -> None:
+    (said, norm), other = two.run(f"{JOBS}.looks", HOW)
+    assert other == (said, norm)
+    assert norm > 0
+    for text in said:
+        assert "between backward and step(): with Config(shard=1)" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("said", [True, False])
+@pytest.mark.parametrize("kind", ["experts", "tied", "unused", "braided", "generates"])
+def test_what_comes_in_some_backwards_only(two: World, kind: str, said: bool) -> None:
+    config = {**HOW.config, "max_grad_norm": 0.5, **({"micro_batches": 3} if said else {})}
+    how = replace(HOW, kind=kind, steps=6, config=config)
+    assert_as_one(two.run("train", how), how)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("job", "seeds"), [("late", 10), ("delayed", 50)])
+def test_when_collectives_happen_changes_no_bit(two: World, job: str, seeds: int) -> None:
+    how = replace(HOW, config={**HOW.config, "micro_batches": 3})
+    wanted = [digest(one.values) for one in two.run("train", how)]
+    for rank, found in enumerate(two.run(job, how, seeds, patience_s=300)):
+        assert set(found) == {wanted[rank]}
+
+
+@pytest.mark.slow
+def test_what_was_given_up_is_in_no_sum(two: World) -> None:
+    plain = [digest(one.values) for one in two.run("train", HOW)]
+    assert [*map(digest, two.run(f"{JOBS}.drops", HOW))] == plain
