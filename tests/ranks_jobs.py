@@ -361,21 +361,26 @@ def detach(rank: int, ranks: int, how: How) -> dict[str, torch.Tensor]:
 def pipeline(rank: int, ranks: int, schedule: str, attached: bool, micro: int) -> list[Any]:
     """Train a pipeline of two stages, over as many rows of ranks as there are; plain, or attached.
 
-    A row takes every so-manieth micro-batch. Returns the weights of the rank's stage.
+    A row takes every so-manieth micro-batch. An interleaved one has two stages on each rank. Returns
+    the weights of the rank's stages.
     """
     mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("rows", "stages"))
     row, at = mesh["rows"].get_local_rank(), mesh["stages"].get_local_rank()
     torch.manual_seed(5)
     blocks = [nn.Sequential(nn.Linear(16, 40), nn.ReLU(), nn.Linear(40, 16)) for _ in range(4)]
-    model: Any = nn.Sequential(*blocks[2 * at : 2 * at + 2])
-    optimizer: Any = cpu_adam.CPUAdam(model.parameters(), lr=1e-2)
-    if attached:
-        config = offload.Config(**MEMORY, reduce="sum", params="cpu")
-        model, optimizer = offload.attach(model, optimizer, config, mesh=mesh["rows"])
-    group = mesh["stages"].get_group()
-    stage = pipelining.PipelineStage(model, at, 2, torch.device("cpu"), group=group)
-    loss = nn.functional.mse_loss
-    made = getattr(pipelining, schedule)(stage, micro, loss_fn=loss, scale_grads=False)
+    each = 2 if "Interleaved" in schedule else 1
+    stages, pairs = list[Any](), list[tuple[Any, Any]]()
+    for number in range(at, 2 * each, 2):
+        model: Any = nn.Sequential(*blocks[2 // each * number :][: 2 // each])
+        optimizer: Any = cpu_adam.CPUAdam(model.parameters(), lr=1e-2)
+        if attached:
+            config = offload.Config(**MEMORY, reduce="sum", params="cpu")
+            model, optimizer = offload.attach(model, optimizer, config, mesh=mesh["rows"])
+        how = number, 2 * each, torch.device("cpu")
+        stages.append(pipelining.PipelineStage(model, *how, group=mesh["stages"].get_group()))
+        pairs.append((model, optimizer))
+    loss, given_to = nn.functional.mse_loss, stages if each > 1 else stages[0]
+    made = getattr(pipelining, schedule)(given_to, micro, loss_fn=loss, scale_grads=False)
     for step in range(3):
         generator = torch.Generator().manual_seed(step)
         given, wanted = torch.randn(2, 8, 3, 16, generator=generator)
@@ -383,13 +388,15 @@ def pipeline(rank: int, ranks: int, schedule: str, attached: bool, micro: int) -
         made.step(given[mine].flatten(0, 1)) if at == 0 else made.step(
             target=wanted[mine].flatten(0, 1), losses=[]
         )
-        optimizer.step()
-        optimizer.zero_grad()
+        for _, optimizer in pairs:
+            optimizer.step()
+            optimizer.zero_grad()
     if not attached:
-        return [one.detach() for one in model.parameters()]
-    engine = offload.engine_of(model)
-    found = [value for _, value in engine.stream_weights()]
-    engine.close()
+        return [one.detach() for model, _ in pairs for one in model.parameters()]
+    engines = [offload.engine_of(model) for model, _ in pairs]
+    found = [value for engine in engines for _, value in engine.stream_weights()]
+    for engine in engines:
+        engine.close()
     return found
 
 

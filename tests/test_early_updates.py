@@ -65,6 +65,7 @@ REFUSED: dict[str, Callable[[Run], Any]] = {
     "another backward": lambda run: run.extra[0].sum().backward(),
     "detach": lambda run: offload.detach(run.model),
     "optimizer.state_dict": lambda run: run.optimizer.state_dict(),
+    "a state =": lambda run: run.optimizer.state.__setitem__(run.model.embed.weight, {}),
     "forward": lambda run: run.loss(),
     "zero_grad": lambda run: run.optimizer.zero_grad(),
     "p.grad": lambda run: run.model.embed.weight.grad,

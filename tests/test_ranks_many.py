@@ -89,7 +89,7 @@ def test_ranks_train_as_one_process_does(
     assert_as_one(worlds[ranks].run("train", how), how)
 
 
-@pytest.mark.parametrize("schedule", ["ScheduleGPipe", "Schedule1F1B"])
+@pytest.mark.parametrize("schedule", ["ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B"])
 def test_stages_of_a_pipeline_are_attached_one_by_one(
     worlds: dict[int, World], schedule: str
 ) -> None:

@@ -143,6 +143,7 @@ WAITS = (
         "optim/optimizer",
         "        self.engine.settle()\n        begun",
         "        begun",
+        ("test_early_updates",),
     ),
     Wait(
         "updates: until all are done",
