@@ -361,8 +361,8 @@ def detach(rank: int, ranks: int, how: How) -> dict[str, torch.Tensor]:
 def pipeline(rank: int, ranks: int, schedule: str, attached: bool, micro: int) -> list[Any]:
     """Train a pipeline of two stages, over as many rows of ranks as there are; plain, or attached.
 
-    A row takes every so-manieth micro-batch. An interleaved one has two stages on each rank. Returns
-    the weights of the rank's stages.
+    A row takes every so-manieth micro-batch; an interleaved one has two stages on each rank.
+    Returns the weights of the rank's stages.
     """
     mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("rows", "stages"))
     row, at = mesh["rows"].get_local_rank(), mesh["stages"].get_local_rank()

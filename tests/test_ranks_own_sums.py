@@ -73,15 +73,6 @@ def test_what_comes_in_some_backwards_only(two: World, kind: str, said: bool) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("job", "seeds"), [("late", 10), ("delayed", 50)])
-def test_when_collectives_happen_changes_no_bit(two: World, job: str, seeds: int) -> None:
-    how = replace(HOW, config={**HOW.config, "micro_batches": 3})
-    wanted = [digest(one.values) for one in two.run("train", how)]
-    for rank, found in enumerate(two.run(job, how, seeds, patience_s=300)):
-        assert set(found) == {wanted[rank]}
-
-
-@pytest.mark.slow
 def test_what_was_given_up_is_in_no_sum(two: World) -> None:
     plain = [digest(one.values) for one in two.run("train", HOW)]
     assert [*map(digest, two.run(f"{JOBS}.drops", HOW))] == plain
