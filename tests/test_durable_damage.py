@@ -245,6 +245,12 @@ def test_one_process_owns_a_run(tmp_path: Path) -> None:
         pass
 
 
+def test_a_run_whose_directory_was_deleted_is_let_go_of(tmp_path: Path) -> None:
+    run = commits.run_directory(str(tmp_path / "run"), None, resume=True)
+    shutil.rmtree(tmp_path / "run")
+    run.close()
+
+
 def test_a_forked_worker_that_outlives_its_run_has_no_lock(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir(mode=0o700)
     with open(os.devnull, "r+") as nothing:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -15,11 +16,10 @@ from tests.ranks_jobs import _attached, _steps
 
 two = world_of(2)
 HOW = How(micro=3, config={"shard": 1})
-JOBS = "tests.test_ranks_own_sums"
 
 
-def looks(rank: int, ranks: int, how: How) -> tuple[set[str], float]:
-    """What a gradient is before a step, and the norm after it."""
+def looks(rank: int, ranks: int, how: How) -> set[str]:
+    """What a look at a gradient says before a step; after it there is one."""
     model, optimizer = _attached(how)
     weight, said = model.head.weight, set[str]()
     touches: Any = (
@@ -34,12 +34,11 @@ def looks(rank: int, ranks: int, how: How) -> tuple[set[str], float]:
             touch()
         said.add(str(error.value))
     optimizer.step()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.zero_grad(set_to_none=False)
     how.loss(model, rank).backward()
     optimizer.step()
     offload.engine_of(model).close()
-    return said, float(norm)
+    return said
 
 
 def drops(rank: int, ranks: int, how: How) -> dict[str, tuple[int, torch.Tensor]]:
@@ -56,10 +55,7 @@ def drops(rank: int, ranks: int, how: How) -> dict[str, tuple[int, torch.Tensor]
 
 
 def test_a_gradient_is_there_after_the_step(two: World) -> None:
-    (said, norm), other = two.run(f"{JOBS}.looks", HOW)
-    assert other == (said, norm)
-    assert norm > 0
-    for text in said:
+    for text in chain(*two.run(f"{__name__}.looks", HOW)):
         assert "between backward and step(): with Config(shard=1)" in text
 
 
@@ -75,4 +71,4 @@ def test_what_comes_in_some_backwards_only(two: World, kind: str, said: bool) ->
 @pytest.mark.slow
 def test_what_was_given_up_is_in_no_sum(two: World) -> None:
     plain = [digest(one.values) for one in two.run("train", HOW)]
-    assert [*map(digest, two.run(f"{JOBS}.drops", HOW))] == plain
+    assert [*map(digest, two.run(f"{__name__}.drops", HOW))] == plain

@@ -228,7 +228,7 @@ class RunDirectory:
     def close(self) -> None:
         """Let others own it; what was begun and not committed is deleted."""
         if not self._lock.closed:
-            with self._lock:
+            with self._lock, contextlib.suppress(FileNotFoundError):  # All of it was deleted.
                 self._forget_others()
 
     # -- what all ranks agree on, with one -------------------------------------------------------
