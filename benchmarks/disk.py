@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 from functools import partial
 from typing import NamedTuple
 
 import aio
-from offload.cli.drive_fio import ENGINES, check_fio
 from offload.cli.drive_load import Load
 
 
@@ -20,6 +20,9 @@ class Setting(NamedTuple):
     block_bytes: int
     depth: int
 
+
+ENGINES = {"io_uring": "io_uring", "linux_aio": "libaio"}
+"""fio's engine by backend; with the others nothing is compared."""
 
 FIO_SETTINGS = (Setting(1 << 20, 8), Setting(1 << 20, 32), Setting(4 << 20, 8))
 NO_MORE_BYTES = 1 << 60
@@ -35,7 +38,10 @@ class Disk(Load):
 
     def choose(self) -> None:
         """Take the setting by which fio is fastest. Raises ValueError without fio."""
-        check_fio(self.backend)
+        if shutil.which("fio") is None or self.backend not in ENGINES:
+            raise ValueError(
+                f"no fio on PATH (apt install fio), or {self.backend} is none of {[*ENGINES]}"
+            )
         self.setting = min(FIO_SETTINGS, key=partial(self.fio, self.file.bytes))
 
     def fio(self, size: float, setting: Setting | None = None) -> float:

@@ -10,7 +10,7 @@ import signal
 
 import pytest
 
-from offload.cli import EXIT_BAD_INPUT, bench_nvme, console, drive_fio
+from offload.cli import bench_nvme, console
 from offload.cli.bench_nvme import Found, Nvme, measure
 from offload.cli.drive_load import TURNS, Load, Spent
 from offload.planning.machine import save_speed, saved_speeds
@@ -21,7 +21,7 @@ from tests.profiles import SPEED
 from tests.simulated import SimulatedIO
 
 TINY = ["--size", "2MiB", "--seconds", "0.3", "--writes-max", "256MiB"]
-FLAGS = ["--seconds", "--size", "--writes-max", "--compare"]
+FLAGS = ["--seconds", "--size", "--writes-max"]
 FLAGS += ["--save", "--no-save", "--json", "--no-json"]
 
 
@@ -94,7 +94,6 @@ REFUSED = {
     ". --size 8MiB --writes-max 9MiB": "--writes-max 9MiB: expected bytes, at least twice --size",
     "/dev/shm": "found /dev/shm, which is memory",
     ". --seconds nan": "--seconds nan: expected 0.1 to 3600\n",
-    ". --compare dd": "--compare dd: it cannot be that; it takes fio\n",
     ". --siz 4GiB": "there is no option --siz (did you mean --size?)",
 }
 
@@ -103,55 +102,6 @@ REFUSED = {
 def test_what_cannot_be_is_refused_in_one_message(line, expected, monkeypatch, capsys):
     monkeypatch.setattr(bench_nvme, "measure", lambda *_: pytest.fail("measured"))
     assert_refused(capsys, expected, command(*line.split()))
-
-
-def test_a_comparison_that_cannot_be_is_refused_with_the_remedy(monkeypatch, capsys, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert command(tmp_path, "--compare", "fio") == EXIT_BAD_INPUT
-    assert "found no fio on PATH" in capsys.readouterr().err
-    monkeypatch.setattr(drive_fio.shutil, "which", lambda name: "fio")
-    monkeypatch.setenv("AIO_BACKEND", "python")
-    assert command(tmp_path, "--compare", "fio") == EXIT_BAD_INPUT
-    assert "found the backend python" in capsys.readouterr().err
-
-
-@pytest.mark.skipif(drive_fio.shutil.which("fio") is None, reason="no fio here")
-def test_fio_runs_beside_in_the_same_file_within_the_limit_of_writes(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(drive_fio, "ROUNDS", 2)
-    monkeypatch.setattr(drive_fio, "SECONDS", 0.1)
-    assert command(tmp_path, *TINY, "--no-save", "--json", "--compare", "fio") == 0
-    (found,) = json.loads(capsys.readouterr().out)["found"]
-    assert list(map(len, found["ratios"].values())) == [2, 2]
-    assert found["bytes_written"] <= 256 << 20
-    assert os.listdir(tmp_path) == []
-
-
-def test_an_fio_that_fails_hangs_or_moves_nothing_is_told(monkeypatch, tmp_path):
-    script = tmp_path / "fio"
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(drive_fio, "TIMEOUT_S", 0.2)
-    ways = {way: {"io_bytes": 0, "runtime": 0} for way in ("read", "write")}
-    answer = {"jobs": [{"error": 0} | ways]}
-    monkeypatch.setitem(drive_fio.ENGINES, "python", "io_uring")
-    with load(str(tmp_path)) as made:
-        for body, told in (
-            ("exec sleep 60", "timed out after 0.2"),
-            (f"echo '{json.dumps(answer)}'", "division by zero"),
-            ("echo no engine >&2; exit 1", "asked fio for read by io_uring; found .*: no engine"),
-        ):
-            script.write_text(f"#!/bin/sh\n{body}\n")
-            script.chmod(0o700)
-            with pytest.raises(RuntimeError, match=told):
-                drive_fio.run_fio(made, "read", 0.0)
-        ways["write"] |= {"io_bytes": 1 << 19, "runtime": 1}
-        answer = {"jobs": [{"error": 0} | ways]}
-        script.write_text(f"#!/bin/sh\necho 'fio: hello {json.dumps(answer)}'\n")
-        written = made.bytes_written
-        made.bytes_written_max = written + (1 << 19)
-        assert drive_fio.run_fio(made, "write", 0.0) == pytest.approx(2**19 * 1e3)
-        assert made.bytes_written == written + (1 << 19)
-        with pytest.raises(Spent):
-            drive_fio.run_fio(made, "write", 0.0)
 
 
 def test_ctrl_c_is_one_line_and_leaves_nothing(monkeypatch, capsys, tmp_path):

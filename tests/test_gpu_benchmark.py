@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import re
@@ -18,9 +17,7 @@ import pytest
 import torch
 
 from benchmarks.gpu import gaps, results, rows, train
-from benchmarks.gpu.results import table
 from offload import Config
-from offload.cli import gpt
 from offload.model.units import partition
 from offload.planning.machine import Machine
 from offload.planning.planner import plan
@@ -165,33 +162,6 @@ def test_lines_of_training_are_as_their_schema_says(placement: str, there: Path)
     assert set(results.COLUMNS) <= {*results.SCHEMA, *results.DERIVED}
 
 
-def test_a_run_takes_as_many_steps_as_there_is_time_for(there: Path) -> None:
-    for seconds, steps in (("0", 1), ("600", train.STEPS)):
-        train.run(["--dry", "--placement", "torch-bf16", "--seconds", seconds])
-        assert lines(there)[-1]["steps"] == steps
-
-
-def test_memory_is_what_is_said(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though the machine shows less, or has more."""
-    train.run(["--dry", "--memory", "4KiB"])
-    assert lines(there)[-1]["refused"].startswith("BudgetError: ")
-    monkeypatch.setattr("offload.planning.machine.host_free_bytes", lambda: 1 << 20)
-    train.run(["--dry", "--device-memory", "16MiB"])
-    assert "refused" in lines(there)[-1]
-    train.run(["--dry", "--device-memory", "16MiB", "--memory", "64MiB"])
-    assert lines(there)[-1]["step_s"] > 0
-
-
-def test_a_chunk_is_as_large_as_is_asked(there: Path) -> None:
-    found = [train.Training(train.asked(["--dry", *chunk])) for chunk in ([], ["--chunk", "4096"])]
-    counts = [sum(len(u.chunks) for u in one.engine.plan.profile.units) for one in found]
-    for one in found:
-        one.engine.close()
-    assert counts[1] > 4 * counts[0]
-    train.run(["--dry"])  # As it was before.
-    assert train.CHUNKS[0] == train.planner.CHUNK_ELEMENTS
-
-
 def test_masters_take_the_steps_of_adamw_in_fp32() -> None:
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 8, dtype=torch.bfloat16)
@@ -208,13 +178,6 @@ def test_masters_take_the_steps_of_adamw_in_fp32() -> None:
 
 
 # -- gaps --------------------------------------------------------------------------------------
-
-
-def test_gaps_are_the_times_between_what_ran_the_longest_first() -> None:
-    busy = [(5.0, 6.0), (1.0, 3.0), (2.0, 4.0), (2.5, 2.75), (9.0, 12.0)]
-    assert gaps.merged(busy) == [(1.0, 4.0), (5.0, 6.0), (9.0, 12.0)]
-    assert gaps.between(busy, 0.0, 10.0) == [(6.0, 9.0), (0.0, 1.0), (4.0, 5.0)]
-    assert gaps.between([], 0.0, 1.0) == [(0.0, 1.0)]
 
 
 def test_the_longest_gap_names_what_the_host_did() -> None:
@@ -327,27 +290,6 @@ def test_a_run_that_hangs_is_a_line(there: Path, monkeypatch: pytest.MonkeyPatch
 # -- pages -------------------------------------------------------------------------------------
 
 
-def test_the_list_of_what_only_a_gpu_can_show_is_complete() -> None:
-    """It names every test that wants one, and every stage that measures."""
-    page = (SCRIPT.parent / "README.md").read_text("utf-8")
-    tests = [
-        node.name
-        for file in (ROOT / "tests").glob("test_cuda*.py")
-        for node in ast.parse(file.read_text("utf-8")).body
-        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
-    ]
-    assert sorted(re.findall(r"`(test_\w+)`", page)) == sorted(tests)
-    stages = re.findall(r"^#     ([a-z0-9-]+)  ", SCRIPT.read_text("utf-8"), re.MULTILINE)
-    assert {"facts", "build", "tests", "copies", "update", *rows.HOUR} <= set(stages)
-    assert all(f"`{stage}`" in page for stage in stages if stage not in ("table", "tests"))
-
-
-@pytest.mark.parametrize("size", ["1b", "3b", "7b"])
-def test_flops_are_about_six_for_each_parameter_of_a_token(size: str) -> None:
-    parameters = float(size[:-1]) * 1e9
-    assert train.flops(gpt.SIZES[size], 1024) == pytest.approx(6 * parameters, rel=0.12)
-
-
 def test_the_page_has_the_last_of_all_that_was_kept(
     there: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -374,11 +316,6 @@ def test_the_page_has_the_last_of_all_that_was_kept(
     assert "* 3b cpu-cpu-cpu 16k-unsaid: not pinned" in page
     assert "| 2.5 | 1     | lanes.py:_block |" in page
     assert "busy_s" not in page
-
-
-def test_a_table_has_a_line_for_each_row_and_nothing_for_what_is_not_there() -> None:
-    found = table([{"a": 1.2345, "b": "x"}, {"a": 1234.5}], ("a", "b"))
-    assert found.splitlines() == ["| a    | b |", "| ---- | - |", "| 1.23 | x |", "| 1234 |   |"]
 
 
 @pytest.mark.slow

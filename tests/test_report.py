@@ -7,7 +7,6 @@ import time
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -327,12 +326,6 @@ def test_on_a_paced_device_the_shares_are_those_that_were_asked_for(
         assert made.prediction.step_s == pytest.approx(found.step_s, rel=0.1)
 
 
-def test_a_model_of_many_chunks_has_room_for_its_steps():
-    units = [SimpleNamespace(chunks=range(1000))]
-    assert Trace(profile=SimpleNamespace(units=units)).ran.maxlen == 48_000
-    assert Trace().ran.maxlen == SPANS_MAX
-
-
 def test_ops_of_a_lane_that_overlap_share_its_time():
     """Of 400 bytes read and written in 2 s, two ops at a time, the lane has moved 200 a second."""
     value = Value("weight", 0)
@@ -422,16 +415,6 @@ def test_on_an_accelerator_the_report_says_what_its_times_are(capsys):
     assert "Times are those" not in " ".join(verdict(MADE, breakdown(MADE)))
 
 
-def test_with_units_on_the_device_what_is_not_the_engine_s_is_one_part():
-    found = breakdown(made := replace(MADE, residents=1))
-    assert found.parts == {"model": 7.0, "disk": 1.5, "cpu": 0.25, "engine": 1.25}
-    assert (
-        "What is not the engine's bounds the step"
-        in verdict(replace(made, prediction=None), found)[0]
-    )
-    assert "Times are those" not in " ".join(verdict(made, found))
-
-
 def test_a_step_of_too_many_operations_is_not_simulated_and_it_is_told(monkeypatch):
     model, optimizer = attached()
     with optimizer.engine as engine:
@@ -444,12 +427,6 @@ def test_a_step_of_too_many_operations_is_not_simulated_and_it_is_told(monkeypat
         assert recording.run_of(engine).prediction is not None
     assert refused.prediction is None
     assert f"was not simulated: {refused.unpredicted}." in verdict(refused, breakdown(refused))[1]
-
-
-def test_where_nothing_takes_a_tenth_of_the_step_nothing_more_is_said():
-    """No lane was then thought faster, though the step was simulated."""
-    parts = replace(MADE, prediction=replace(MADE.prediction, what_if={}))
-    assert len(verdict(parts, breakdown(parts))) == 1
 
 
 def test_a_run_on_an_accelerator():

@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 import aio
-from benchmarks.disk import Disk
+from benchmarks.disk import ENGINES, Disk
 from benchmarks.step import AHEAD_BYTES, LONGER, RATIOS, STOCK
-from offload.cli.drive_fio import ENGINES
 
 ROOT = Path(__file__).parents[1]
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
-from typing import Annotated, Literal
+from typing import Annotated
 
 import tyro
 
@@ -19,7 +19,6 @@ from aio.system import is_memory
 from cpu_adam import FORMATS
 from offload.cli import Signals, bad_input
 from offload.cli.console import Output, Progress, others_percent
-from offload.cli.drive_fio import check_fio, compare
 from offload.cli.drive_load import FILE_BYTES_UNIT, TURNS, Load, Mode, Spent
 from offload.cli.flags import check_field, parse_flags
 from offload.planning.machine import DriveSpeed, mount_point, nvme_free_bytes, save_speed
@@ -28,8 +27,6 @@ from offload.planning.tiers import parse_bytes
 SECONDS_MIN, SECONDS_MAX = 5.0, 3600.0
 ROUNDS = 7
 """In each, reading, writing and both have a turn, so that a drift of the drive falls on all."""
-COMPARED = 0.2
-"""Share of the bytes left after the first write that a comparison may write."""
 DOING = {"read": "reading", "write": "writing", "both": "reading and writing at once"}
 CACHED_WRITES = 1.5
 """A drive that writes so many times as fast as it reads has a cache that took the bytes."""
@@ -51,19 +48,13 @@ class Nvme:
     paths: tyro.conf.Positional[Annotated[tuple[str, ...], _Paths]] = ()
 
     seconds: float = 20.0
-    """Seconds to measure each drive, about; the first write of the file and a comparison come on
-    top."""
+    """Seconds to measure each drive, about; the first write of the file comes on top."""
 
     size: Annotated[str, _Bytes] = "4GiB"
     """Size of the file on each drive: take more than the drive's cache holds."""
 
     writes_max: Annotated[str, _Bytes] = "100GiB"
     """Most bytes to write to each drive: writing wears drives."""
-
-    compare: Annotated[
-        Literal["fio"] | None, tyro.conf.arg(metavar="fio", help_behavior_hint="")
-    ] = None
-    """Run fio too, if it is installed: same file, blocks and depth, in turns. Default: not."""
 
     save: bool = True
     """Keep the speeds for later: training uses them."""
@@ -95,8 +86,6 @@ class Found:
     bytes_written: int = 0
     rates: dict[Mode, list[float]] = field(default_factory=dict)
     """Bytes per second by round, without those modes for which no more could be written."""
-    ratios: dict[Mode, list[float]] = field(default_factory=dict)
-    """Our speed in multiples of fio's, by round."""
 
     @property
     def medians(self) -> dict[Mode, float]:
@@ -162,8 +151,6 @@ def command(arguments: list[str]) -> None:
             paths = [given[mounts.index(mount)] for mount in dict.fromkeys(mounts)]
             with contextlib.closing(aio.open_backend()) as opened:
                 backend = opened.name
-            if asked.compare:
-                check_fio(backend)
         left_out = [path for path in given if path not in paths]
         notices = [f"{path} is on the file system of another path: left out" for path in left_out]
         if busy := others_percent():
@@ -202,18 +189,12 @@ def measure(
     progress(0.0, f"the first write in {path}")
     with Load(path, asked.file_bytes, backend, io) as load:
         found = Found(path, load.file.direct)
-        last = parse_bytes(asked.writes_max)
-        share = COMPARED if asked.compare else 0.0
-        load.bytes_written_max = round(last - share * (last - load.bytes_written))
+        load.bytes_written_max = parse_bytes(asked.writes_max)
         for number, mode in enumerate([*TURNS] * ROUNDS):
             progress((number + 1) / (ROUNDS * len(TURNS) + 1), f"{DOING[mode]} in {path}")
             with contextlib.suppress(Spent):
                 rate = load.run(mode, asked.seconds / ROUNDS / len(TURNS))
                 found.rates.setdefault(mode, []).append(rate)
-        if asked.compare:
-            progress(0.9, f"beside fio in {path}")
-            load.bytes_written_max = last
-            found.ratios = compare(load)
         found.bytes_written = load.bytes_written
     return found
 
@@ -224,11 +205,7 @@ def _show(console: Output, found: Found) -> None:
     console.sentence(f"\n{found.path} ({direct})", style="italic")
     for mode, rate in found.medians.items():
         low, high = min(found.rates[mode]) / 1e9, max(found.rates[mode]) / 1e9
-        line = f"{mode:6}{rate / 1e9:6.2f} GB/s ({low:.2f}-{high:.2f})"
-        if ratios := found.ratios.get(mode):
-            mean = statistics.geometric_mean(ratios)
-            line += f", {mean:.2f} of fio's ({min(ratios):.2f}-{max(ratios):.2f})"
-        console.sentence(line)
+        console.sentence(f"{mode:6}{rate / 1e9:6.2f} GB/s ({low:.2f}-{high:.2f})")
     console.sentence(found.verdict + "\n")
 
 
