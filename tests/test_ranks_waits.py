@@ -97,7 +97,13 @@ SITES = {
         "order", "            else:\n                self._serve(one)\n", ""
     ),
     "order: until all are there": Site(
-        "order", "            if not kinds.isdisjoint(busy):\n                continue\n", ""
+        "order",
+        "            if earlier or not kinds.isdisjoint(busy):\n                continue\n",
+        "",
+    ),
+    "order: the end of a backward, for the ends of forwards": Site("order", "earlier or ", ""),
+    "step: for what is owed": Site(
+        "gradients", "        self._send_owed()\n        super", "        super"
     ),
     "two levels: for the column, before weights go around in the row": Site(
         "two_level_group",
@@ -138,6 +144,7 @@ HOW = {
     ),
     "skips": How("unused", micro=2, config={"shard": 2}),
     "chooses": How("experts", micro=2, config={"shard": 3}),
+    "own sums": How("generates", micro=3, config={"shard": 1}),
 }
 
 

@@ -98,7 +98,6 @@ class SummedGradients(Gradients):
     def let_go(self) -> None:
         """An update will read the homes: let what is owed be there, and show none any more."""
         self._send_owed()
-        self.collectives.end_exchange()
         super().let_go()
 
     def serve(self, unit: int) -> None:
