@@ -125,18 +125,6 @@ def test_another_layout_at_the_same_address_is_seen(change: Callable[..., None])
     torch.testing.assert_close(results[1], results[0])
 
 
-@every_optimizer
-def test_fewer_elements_at_the_same_address_are_seen(kind: str) -> None:
-    p, optimizer = stepped(8, build=OURS[kind])
-    base = p.data
-    before = base.clone()
-    p.data = base[:4]
-    p.grad = torch.ones(4)
-    with pytest.raises(ValueError, match=FOUR_PARTS):
-        optimizer.step()
-    assert torch.equal(base, before)
-
-
 # Steps.
 
 
