@@ -151,7 +151,7 @@ def _go_on(model: nn.Module, optimizer: Optimizer, directory: RunDirectory, conf
     engine = optimizer.engine
     try:
         commits = Commits(model, optimizer, directory, config.commit_every)
-        commits.resume()
+        commits.resume(model)
     except BaseException:
         with suppress(RuntimeError):  # Half of the values are there.
             detach(model)

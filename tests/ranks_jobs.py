@@ -35,18 +35,10 @@ def train(rank: int, ranks: int, how: How) -> Trained:
     """Train, and give what is left."""
     model, optimizer = _attached(how)
     engine = offload.engine_of(model)
-    losses, norms = [], []
+    losses, norms = list[float](), []
     for step in range(how.steps):
-        for micro in range(how.micro):
-            with torch.no_grad():
-                for _ in range((step + rank) % 3 if how.kind == "generates" else 0):
-                    how.loss(model, rank)
-            loss = how.loss(model, (step * how.micro + micro) * ranks + rank)
-            loss.backward()
-            losses.append(loss.item())
-        optimizer.step()
+        losses += _steps(model, optimizer, how, rank, ranks, [step])
         norms.append(optimizer.grad_norm())
-        optimizer.zero_grad()
     sent = engine.ranks.group.sent_bytes if engine.ranks else 0
     found = Trained(losses, norms, values_of(model, optimizer), sent)
     engine.close()
@@ -237,6 +229,9 @@ def _steps(
     losses = []
     for step in steps:
         for micro in range(how.micro):
+            with torch.no_grad():
+                for _ in range((step + rank) % 3 if how.kind == "generates" else 0):
+                    how.loss(model, rank)
             loss = how.loss(model, (step * how.micro + micro) * ranks + rank)
             loss.backward()
             losses.append(loss.item())

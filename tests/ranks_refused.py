@@ -109,11 +109,20 @@ def edited(rank: int, ranks: int, how: How) -> list[tuple[float, float]]:
 def copies(rank: int, ranks: int, how: How) -> None:
     """Edits of what is a copy are refused, and shards of one's own are edited."""
     model, _ = _attached(how)
-    weight = model.head.weight
+    weight, whole = model.head.weight, torch.ones(37, 47, dtype=how.dtype)
     with torch.no_grad():
-        for edit in (weight.data.mul_, weight.detach().add_):
+        for edit, value in (
+            (weight.data.mul_, 2),
+            (weight.data.copy_, whole),
+            (whole.copy_, weight.detach()),
+        ):
             with pytest.raises(offload.ShardError, match=r"offload.gathered\(model\)"):
-                edit(2)
+                edit(value)
+        with offload.gathered(model):
+            with offload.gathered(model, "head.weight"):
+                weight.fill_(3)
+            assert (weight == 3).all()
+        assert (offload.local(weight)[1] == 3).all()
         average = weight.detach().clone()
         average.mul_(0.5).add_(weight.detach(), alpha=0.5)
         torch.zeros_like(weight).add_(average)

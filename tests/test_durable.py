@@ -31,6 +31,7 @@ from tests.training import (
     assert_same,
     attached,
     batch,
+    config_of,
     frozen,
     in_turn,
     plain,
@@ -404,13 +405,19 @@ assert not {fails}
         assert fails == (not any("user_state" in one for one in run.engine.notices))
 
 
-def test_a_model_that_is_dropped_lets_its_run_go(tmp_path: Path) -> None:
-    with durable(CPU, tmp_path) as run:
-        plain(run, 0)
-        run.engine.commit()
-        model = weakref.ref(run.model)
-        del run
+def trained(directory: Path) -> tuple[Any, Any]:
+    """A step of a program that closes nothing."""
+    model = Net().bfloat16()
+    config = config_of(CPU, (), durable=str(directory / "run"), commit_every=1)
+    made = offload.attach(model, torch.optim.AdamW(model.parameters()), config)
+    run = Run(*made, torch.Generator())
+    plain(run, 0)
+    return weakref.ref(model), weakref.ref(run.engine)
+
+
+def test_a_model_that_is_dropped_commits_and_lets_its_run_go(tmp_path: Path) -> None:
+    model, engine = trained(tmp_path)
     gc.collect()
+    assert model() is engine() is None
     with durable(CPU, tmp_path) as run:
         assert run.engine.resumed[0] == 1
-    assert model() is None

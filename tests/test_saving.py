@@ -90,6 +90,9 @@ def test_a_run_goes_on_with_the_same_bits(
         plain(run, 0)  # What is there before does not matter.
         run.model.seen.zero_()
         scheduler = scheduled(run)
+        for move in (offload.save, offload.load):
+            with pytest.raises(ValueError, match="a scheduler and no optimizer"):
+                move(run.model, None, tmp_path / "save", scheduler=scheduler)
         user = offload.load(run.model, run.optimizer, tmp_path / "save", scheduler=scheduler)
         assert user == (2, {1: "x"})
         assert run.engine.steps == 2

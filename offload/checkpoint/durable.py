@@ -23,6 +23,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +32,8 @@ from torch import nn
 from offload.checkpoint.commits import RunDirectory, durable_values
 from offload.checkpoint.directory import decoded, encoded, random_state, set_random_state
 from offload.checkpoint.saving import (
-    buffers_of,
+    buffer_dicts,
+    buffers_in,
     check_run,
     check_sets,
     optimizer_of,
@@ -75,7 +77,7 @@ class Commits:
         """
         self._agreed = False
         """Whether all ranks commit the last step."""
-        self._model, self._optimizer, self._directory = weakref.ref(model), optimizer, directory
+        self._buffers, self._optimizer, self._directory = buffer_dicts(model), optimizer, directory
         self._engine: Engine = optimizer.engine
         self._store = self._engine.runner.store
         refuse_extra_state(model)
@@ -124,20 +126,24 @@ class Commits:
             with contextlib.suppress(RuntimeError):  # Asleep, closed, or in the middle of a step.
                 self._engine.commit_end()
 
-    def _root(self) -> nn.Module:
-        model = self._model()
-        assert model is not None, "its engine goes with it"
-        return model
+    def _let_go(self) -> None:
+        """Commit the last step and close, as nobody has the model any more."""
+        if threading.current_thread() is self._thread:  # In which a collector has found that.
+            threading.Thread(target=self._engine.close).start()
+        else:
+            self._engine.close()
 
     # -- going on ----------------------------------------------------------------------------------
 
-    def resume(self) -> None:
+    def resume(self, model: nn.Module) -> None:
         """Take over the values of the commit, where there is one; on all ranks, or on none. One of
         another model or optimizer is refused, and nothing changed."""
-        self._directory.all_or_none(self._resume)
+        self._directory.all_or_none(partial(self._resume, model))
+        self._dropped = weakref.finalize(model, self._let_go)
+        self._dropped.atexit = False
 
-    def _resume(self) -> None:
-        engine, optimizer, model = self._engine, self._optimizer, self._root()
+    def _resume(self, model: nn.Module) -> None:
+        engine, optimizer = self._engine, self._optimizer
         if (made := self._directory.reader()) is None:
             return
         with closing(made) as reader, engine.lock:
@@ -221,7 +227,7 @@ class Commits:
         }
         buffers = {
             name: value.detach().cpu().clone(memory_format=torch.contiguous_format)
-            for name, value in buffers_of(self._root())
+            for name, value in buffers_in(self._buffers)
         }
         versions = self._seen()
         edited = {("weight", u) for u, seen in versions.items() if seen != self._versions[u]}
@@ -290,6 +296,7 @@ class Commits:
 
     def close(self) -> None:
         """Wait for the thread, whatever it has met, and leave the model."""
+        self._dropped.detach()
         if self._thread is not None:
             self._thread.join()
         for handle in self._handles:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -65,6 +65,14 @@ from offload.runtime.memory import host_tensor
 from offload.runtime.runner import Runner
 from offload.runtime.store import AHEAD, ahead
 
+BufferDicts = list[tuple[str, Mapping[str, torch.Tensor | None], Container[str]]]
+"""By module its path, its buffers, and the names of those that no state dict has."""
+
+NO_OPTIMIZER = (
+    "found a scheduler and no optimizer, whose hyper-parameters go with it: give the optimizer "
+    "that attach returned, or leave scheduler= out"
+)
+
 
 @entry
 def save(
@@ -104,6 +112,8 @@ def save(
     engine, where = _engine_of(model, optimizer), os.fspath(directory)
     most = parse_bytes(shard_bytes)
     run: dict[str, Any] = {"format": FORMAT, "step": engine.steps, "user": encoded(user, "user")}
+    if optimizer is None and scheduler is not None:
+        raise ValueError(NO_OPTIMIZER)
     if optimizer is None and not frozen:
         raise ValueError(
             "asked to save with frozen=False; found no optimizer: without one all weights are "
@@ -157,6 +167,8 @@ def load(
     """
     refuse_inside("offload.load()")
     engine, where = _engine_of(model, optimizer), os.fspath(directory)
+    if optimizer is None and scheduler is not None:
+        raise ValueError(NO_OPTIMIZER)
     with engine.lock, ExitStack() as opened:
         run, asked = read_run(where), f"asked to load {where}"
         if optimizer is None:
@@ -169,7 +181,7 @@ def load(
         reader = opened.enter_context(closing(SetsReader(where, sets, backend)))
         reader.shared = engine.ranks is not None
         check_sets(sets, reader.tensors, asked)
-        if scheduler is not None and optimizer is not None:
+        if scheduler is not None:
             scheduler.load_state_dict(decoded(run["scheduler"]))
         moved = opened.enter_context(progress(f"loading {where}", sets))
 
@@ -238,10 +250,21 @@ def _parameters(engine: Engine) -> Iterator[tuple[tuple[int, int], Parameter]]:
 
 def buffers_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """The buffers that a state dict has, each once."""
+    return buffers_in(buffer_dicts(model))
+
+
+def buffer_dicts(model: nn.Module) -> BufferDicts:
+    """Where the modules of a model keep their buffers; it keeps no module alive."""
+    modules = model.named_modules()
+    return [(path, one._buffers, one._non_persistent_buffers_set) for path, one in modules]
+
+
+def buffers_in(dicts: BufferDicts) -> Iterator[tuple[str, torch.Tensor]]:
+    """The buffers that are there now and a state dict has, each once."""
     seen = set[int]()
-    for path, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set and id(buffer) not in seen:
+    for path, buffers, passing in dicts:
+        for name, buffer in buffers.items():
+            if buffer is not None and name not in passing and id(buffer) not in seen:
                 seen.add(id(buffer))
                 yield f"{path}.{name}".lstrip("."), buffer
 

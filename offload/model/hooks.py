@@ -44,7 +44,7 @@ class Hooks:
         self._in_forward = False
         """Whether the model as a whole runs."""
         self._handles: list[Any] = []
-        self._prepared: list[nn.Module] = []
+        self._prepared: Callable[[], nn.Module | None] = lambda: None
         """The model, where accelerate is told that it is prepared."""
         self._destination: Callable[[], object] = lambda: None
         """What `state_dict()` fills."""
@@ -71,7 +71,8 @@ class Hooks:
                 keep(module.register_forward_pre_hook(Hook(engine.residents.called(index))))
         told = vars(model).get("_is_accelerate_prepared")
         if not told and torch.distributed.is_available() and torch.distributed.is_initialized():
-            self._prepared.append(model)  # Else accelerate wraps it in DistributedDataParallel.
+            # Else accelerate wraps it in DistributedDataParallel.
+            self._prepared = weakref.ref(model)
             vars(model)["_is_accelerate_prepared"] = True
         self._put_on_state_dict(model)
         for unit in engine.units:
@@ -131,7 +132,7 @@ class Hooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        for model in self._prepared:
+        if (model := self._prepared()) is not None:
             vars(model).pop("_is_accelerate_prepared", None)
         self._drop_guards()
 
@@ -140,7 +141,7 @@ class Hooks:
     def _enter_root(self, module: nn.Module, args: Any) -> None:
         refuse_recording("an offloaded module was called")
         _refuse_data_parallel()
-        if self._prepared:
+        if self._prepared() is not None:
             _refuse_lost_autocast(module)
         with self._engine.lock:
             self._engine.check()

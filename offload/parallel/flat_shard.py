@@ -125,10 +125,11 @@ class FlatShard(torch.Tensor):
             return _norms_of(func, found, args, kwargs)
         if func in _KEPT:
             return found[0]._with(func(found[0]._local, *args[1:], **kwargs))
-        if func is _A.copy_.default and args[0].shape == args[1].shape and len(found) == 1:
-            here = found[0].local()[0]  # All values are given, as of a DTensor by a state dict.
-            args[0]._local.copy_(args[1].reshape(-1)[here.start : here.stop])
-            return args[0]
+        into, whole = found[0], func is _A.copy_.default and args[0].shape == args[1].shape
+        if whole and len(found) == 1 and into is args[0] and not into.is_copy:
+            here = into.local()[0]  # All values are given, as of a DTensor by a state dict.
+            into._local.copy_(args[1].reshape(-1)[here.start : here.stop])
+            return into
         edits = func._schema.name.removeprefix("aten::") in _EDITS and _fit(args, found)
         if not edits or any(one.is_copy for one in _shards(args[:1])):
             found[0]._refuse(f"{func._schema.name}()")

@@ -326,8 +326,9 @@ class Group:
             return found
         missing = self._missing() or "another rank"
         return EngineError(
-            f"{missing} {'are' if ',' in missing else 'is'} gone after step {self.step}, as a "
-            f"collective of the offload engine on {socket.gethostname()} failed: likely its "
+            f"{missing} {'are' if ',' in missing else 'is'} gone after step {self.step}, or gave "
+            f"no sign in {2 * PATIENCE_S:.0f} s of computing, as a collective of the offload "
+            f"engine on {socket.gethostname()} failed: likely its "
             "process was killed, has raised or has ended, as where its data ended sooner: see its "
             "own output; go on from the last commit or checkpoint"
         )

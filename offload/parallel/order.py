@@ -105,6 +105,8 @@ class Order:
         """A pass begins; `key` is what its order depends on. All are told which units have
         `changed`, a bit each, since the one before."""
         known = None if self._doubts else self._known.get(key)
+        if known is not None:
+            self._known.move_to_end(key)  # Those that come again are kept longest.
         mark = zlib.crc32(repr((key, known)).encode())
         said = self._all_messages(Message(Kind.OPEN, known is not None, mark, changed))
         same = all(one[:3] == said[0][:3] for one in said)

@@ -93,22 +93,24 @@ class Ranks:
         self, places: Sequence[tuple[int, int]], source: int | None, states: bool
     ) -> Iterator[None]:
         """See `parallel.gathered`; `states` too are whole, as copies."""
-        snapshots, self._states_whole = self._snapshots, states
-        for unit, index in places:
-            here = snapshots.read(Key("weight", unit, index))
-            self._shown[unit, index] = self.assembled(unit, index, here)
-        before = {at: self.part(*at, self._shown[at]).clone() for at in places}
+        outer, before = self._states_whole, dict[tuple[int, int], torch.Tensor]()
         try:
+            for at in places:
+                if at not in self._shown:  # Else by a context around this one.
+                    here = self._snapshots.read(Key("weight", *at))
+                    self._shown[at] = self.assembled(*at, here)
+                    before[at] = self.part(*at, self._shown[at]).clone()
+            self._states_whole = states or outer
             yield
+            if source is not None:
+                for at in places:
+                    self.group.broadcast(self._shown[at], source)
         finally:
-            self._states_whole = False
-            for unit, index in places:
-                found = self._shown.pop((unit, index))
-                if source is not None:
-                    self.group.broadcast(found, source)
-                mine = self.part(unit, index, found)
-                if not torch.equal(_bits(mine), _bits(before[unit, index])):
-                    snapshots.put(Key("weight", unit, index), mine)
+            self._states_whole = outer
+            for at, value in before.items():
+                mine = self.part(*at, self._shown.pop(at))
+                if not torch.equal(_bits(mine), _bits(value)):
+                    self._snapshots.put(Key("weight", *at), mine)
 
     def assembled(self, unit: int, parameter: int, here: torch.Tensor) -> torch.Tensor:
         """A value of a parameter, in its shape, of which each rank gives what it has."""
