@@ -98,7 +98,7 @@ class Gradients:
         if (view := one.views.get(parameter)) is None:
             there = collected(self._plan, unit)
             view = one.views[parameter] = self._view(there, unit, parameter)
-        if parameter in self._held(unit):
+        if parameter in self._present(unit):
             accumulate(view, gradient.to(view.dtype))
         else:
             view.copy_(gradient)
@@ -106,7 +106,7 @@ class Gradients:
             one.kept.add(parameter)
         one.arrived.add(parameter)
 
-    def _held(self, unit: int) -> Collection[int]:
+    def _present(self, unit: int) -> Collection[int]:
         """The parameters of which there is a gradient where those of a unit are collected."""
         return self.units[unit].kept if self._slots[unit] is None else ()
 

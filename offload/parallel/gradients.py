@@ -62,7 +62,7 @@ class SummedGradients(Gradients):
     # -- in backward -----------------------------------------------------------------------------
 
     def collect(self, unit: int, parameter: int, gradient: torch.Tensor) -> None:
-        """Take over a gradient that autograd has just produced; the sum comes later."""
+        """Collect a gradient of this rank. Returns None: squares are of sums, which come later."""
         super().collect(unit, parameter, gradient)
 
     def is_sum(self, unit: int) -> bool:
@@ -76,7 +76,7 @@ class SummedGradients(Gradients):
         if other is not None and self._slots[other] == self._slots[unit]:
             self.collectives.end_exchange()
 
-    def _held(self, unit: int) -> Collection[int]:
+    def _present(self, unit: int) -> Collection[int]:
         return self._own[unit]
 
     def _move_home(self, unit: int, new: frozenset[int], kept: frozenset[int]) -> None:

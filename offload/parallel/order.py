@@ -1,14 +1,14 @@
 """One order of collectives on all ranks, agreed as they go or known from before.
 
 [Note: Order of collectives]
-Ranks must begin the same collectives in the same order, and what a rank needs may depend on its
-data: which experts are used, how long a generation is. So a rank *asks* before it begins one: in a
-round each rank says what it needs next. All do every gather that was asked for; where none was,
-one exchange, that of the unit whose backward comes first. So a rank that has a gradient waits until
+Ranks that begin collectives in different orders wait for each other forever, and which ones a rank
+needs may depend on its data: which experts are used, how long a generation is. So before each
+collective all ranks exchange one small message: a *round*, in which each says what it needs next.
+Every gather that any rank asked for is done. Where none was, one exchange is: that of the last unit
+in the model's order, to whose backward all come first. So a rank that has a gradient waits until
 the others have come as far, and each gives what it has of it: sums keep their order. A rank that
-needs nothing more of a pass says so, and does what others ask until all have said it; at the end
-of a backward also while others end forwards, of which they may call more before theirs. That takes
-a small message a unit, and the message that asks for a collective stands for it.
+has ended its pass says so, and does what others ask until all have said it; at the end of a
+backward also while others end forwards, of which they may call more before theirs.
 
 An order in which all ranks have asked for the same things is kept by what the slots held when it
 began. When a pass begins alike on all ranks the next time, nobody asks. A rank whose use differs
@@ -88,9 +88,9 @@ class Order:
         self._done: list[Message] = []
         """What was asked for in the pass under way."""
         self._alike = self._doubts = False
-        """Whether all ranks asked for the same, and this one kept to what was known; whether units
-        of the last pass differed, so that ranks ask in this one, whatever is known: a backward that
-        left an order would sum gradients in another."""
+        """Whether all ranks asked for the same so far in this pass, and this one kept to what was
+        known. Whether ranks differed in the last pass: then all ask in this one, whatever is known,
+        as a backward that left an order would sum gradients in another."""
 
     @property
     def next(self) -> Message | None:
