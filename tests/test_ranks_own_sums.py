@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch import nn
 import offload
 from tests.ranks import How, World, assert_as_one, digest, values_of, world_of
 from tests.ranks_jobs import _attached, _steps
+from tests.training import some_fast
 
 two = world_of(2)
 HOW = How(micro=3, config={"shard": 1})
@@ -47,6 +50,9 @@ def drops(rank: int, ranks: int, how: How) -> dict[str, tuple[int, torch.Tensor]
     for step in range(how.steps):
         for number in range(step):
             how.loss(model, number).backward()
+        with torch.no_grad():
+            for number in range(rank * step):  # Forwards that not all ranks call.
+                how.loss(model, number)
         optimizer.zero_grad()
         _steps(model, optimizer, how, rank, ranks, [step])
     found = values_of(model, optimizer)
@@ -68,7 +74,43 @@ def test_what_comes_in_some_backwards_only(two: World, kind: str, said: bool) ->
     assert_as_one(two.run("train", how), how)
 
 
+@pytest.mark.parametrize("shard", some_fast([2, 1, 3]))
+def test_what_was_given_up_is_in_no_sum(two: World, shard: int) -> None:
+    how = replace(HOW, kind="experts", micro=1, steps=6, config={"shard": shard})
+    plain = [digest(one.values) for one in two.run("train", how)]
+    assert [*map(digest, two.run(f"{__name__}.drops", how))] == plain
+
+
+def raises(rank: int, ranks: int, how: How, at: int) -> dict[str, tuple[int, torch.Tensor]]:
+    """What is left of a run in which a backward of rank 1 raises in its middle."""
+    model, optimizer = _attached(how)
+    for step in range(how.steps):
+        for micro in range(how.micro):
+            fails = rank == 1 and micro == at
+            handle = model.blocks[1].register_full_backward_hook(partial(_raise, fails))
+            loss = how.loss(model, (step * how.micro + micro) * ranks + rank)
+            with pytest.raises(ZeroDivisionError) if fails else nullcontext():
+                loss.backward()
+            handle.remove()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = values_of(model, optimizer)
+    offload.engine_of(model).close()
+    return found
+
+
+def _raise(fails: bool, *_: Any) -> None:
+    if fails:
+        raise ZeroDivisionError
+
+
 @pytest.mark.slow
-def test_what_was_given_up_is_in_no_sum(two: World) -> None:
-    plain = [digest(one.values) for one in two.run("train", HOW)]
-    assert [*map(digest, two.run(f"{__name__}.drops", HOW))] == plain
+@pytest.mark.parametrize("at", range(3))
+def test_a_backward_that_raises_on_one_rank_is_one_of_the_step(two: World, at: int) -> None:
+    """As where each backward sums over ranks, but for the order."""
+    said = replace(HOW, dtype=torch.float32, config={**HOW.config, "micro_batches": 3})
+    every = replace(HOW, dtype=torch.float32, config={"shard": 2})
+    for mine, other in zip(*(two.run(f"{__name__}.raises", how, at) for how in (said, every))):
+        for name, (start, value) in mine.items():
+            assert other[name][0] == start
+            torch.testing.assert_close(other[name][1], value, rtol=1e-3, atol=1e-4)

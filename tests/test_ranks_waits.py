@@ -102,8 +102,8 @@ SITES = {
         "",
     ),
     "order: the end of a backward, for the ends of forwards": Site("order", "earlier or ", ""),
-    "step: for what is owed": Site(
-        "gradients", "        self._send_owed()\n        super", "        super"
+    "step: for own sums": Site(
+        "gradients", "        self._send_own()\n        super", "        super"
     ),
     "two levels: for the column, before weights go around in the row": Site(
         "two_level_group",

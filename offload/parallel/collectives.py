@@ -67,6 +67,8 @@ class Collectives:
         """Where the weights were that were in use at the last exchange."""
         self._backwards = 0
         """Since the last step."""
+        self.sends = False
+        """With `Config(shard=1)`: whether a backward is under way that is the last on some rank."""
         engine.runner.on_failure = group.fail
         engine.passes.collectives = self
 
@@ -76,13 +78,14 @@ class Collectives:
         """A pass begins, on all ranks."""
         gathered = sorted((at.number, u) for at, u in held.items() if at.use == "full_weight")
         changed, self._changed = sum(1 << unit for unit in self._changed), set()
-        late = self.profile.sharding.late and verb is Verb.BACKWARD and self._early.said_last
-        self._order.open((verb.value, tuple(gathered), late), changed)
+        last = self.profile.sharding.late and verb is Verb.BACKWARD and self._early.said_last
+        self._order.open((verb.value, tuple(gathered), last), changed << 1 | last)
 
     def _all_messages(self, mine: Message) -> list[Message]:
         """A round. What weights changed on any rank is kept on none."""
         said = self.group.all_messages(mine)
-        changed = union(said, Kind.OPEN)
+        opened = union(said, Kind.OPEN)
+        changed, self.sends = opened >> 1, self.sends or bool(opened & 1)
         for unit in range(changed.bit_length()):
             if changed >> unit & 1:
                 self._passes.pause()
@@ -107,9 +110,11 @@ class Collectives:
         self._busy = set()
         backward = self._passes.verb is Verb.BACKWARD
         self._backwards += backward
-        members = self._order.close(self._gradients.came(), backward=backward)
+        members = self._order.close(self._gradients.came() if backward else 0, backward=backward)
         self._land()
-        self._gradients.also_came(members, backward=backward)
+        if backward:  # At the end of a forward some ranks may have given up theirs.
+            self._gradients.also_came(members)
+            self.sends = False
 
     def _land(self, last: Message | None = None) -> None:
         """Wait for the collectives that have begun: for all, or up to the `last`."""

@@ -31,7 +31,7 @@ from offload.parallel.collectives import Collectives
 from offload.parallel.group import Group, Works
 from offload.planning.layout import Place
 from offload.program.compile import arrival, collected, exchange, fold
-from offload.program.ops import Op, Use, Value
+from offload.program.ops import Op, Use, Value, Verb
 from offload.runtime.memory import typed
 from offload.runtime.runner import Task
 
@@ -46,11 +46,11 @@ class SummedGradients(Gradients):
         """None is there; over the ranks of `group` they are summed, or averaged."""
         super().__init__(engine.runner, engine.passes, engine.snapshots)
         self.collectives, self._group = Collectives(group, engine, self), group
-        self._late, self._early = self._plan.profile.sharding.late, engine.early
+        self._late = self._plan.profile.sharding.late
         self._own: list[set[int]] = [set() for _ in self.units]
         """By unit, the parameters of which the slot has a sum of this rank's, to be sent later."""
         self._owed: set[int] = set()
-        """Units of which any rank has such a sum, after a backward."""
+        """Units of which some rank may have such a sum, after a backward."""
         self._factor = 1 / group.ranks if reduce == "mean" else 1.0
         self._stored: list[set[int]] = [set() for _ in self.units]
         """By unit, the parameters whose home has a sum."""
@@ -81,23 +81,23 @@ class SummedGradients(Gradients):
 
     def _move_home(self, unit: int, new: frozenset[int], kept: frozenset[int]) -> None:
         self._own[unit] |= new
-        if self._early.said_last or not self._late:
+        if self.collectives.sends or not self._late:
             self.collectives.exchange(unit, partial(self._exchange, unit))
 
     def send_all(self) -> None:
-        """Send on everything that has come anywhere; in the last backward, or after it, also what
-        is owed."""
+        """Send on everything that has come anywhere; in the last backward, own sums, too."""
         super().send_all()
-        if self._early.said_last:
-            self._send_owed()
+        if self.collectives.sends and self._passes.verb is Verb.BACKWARD:
+            self._send_own()
 
-    def _send_owed(self) -> None:
-        for unit in sorted(self._owed):
-            self.collectives.exchange(unit, partial(self._exchange, unit))
+    def _send_own(self) -> None:
+        for unit, own in enumerate(self._own):
+            if own:
+                self.collectives.exchange(unit, partial(self._exchange, unit))
 
     def let_go(self) -> None:
-        """An update will read the homes: let what is owed be there, and show none any more."""
-        self._send_owed()
+        """An update will read the homes: let own sums be there, too, and show none any more."""
+        self._send_own()
         super().let_go()
 
     def serve(self, unit: int) -> None:
@@ -198,9 +198,9 @@ class SummedGradients(Gradients):
         bits = enumerate(self._trainable)
         return sum(1 << bit for bit, (unit, index) in bits if index in self.units[unit].kept)
 
-    def also_came(self, members: int, *, backward: bool) -> None:
-        """These have a gradient on some rank, as a pass ends."""
-        later = backward and self._late and not self._early.said_last
+    def also_came(self, members: int) -> None:
+        """These have a gradient on some rank, as a backward ends."""
+        later = self._late and not self.collectives.sends
         for bit, (unit, index) in enumerate(self._trainable):
             if members >> bit & 1:
                 self.units[unit].kept.add(index)
@@ -218,11 +218,11 @@ class SummedGradients(Gradients):
         return super().read(unit, parameter)
 
     def _require_sum(self, unit: int) -> None:
-        if unit in self._owed:
+        if unit in self._owed or self._own[unit]:
             raise RuntimeError(
                 f"asked for a gradient of {self._plan.profile.full[unit].name} between backward "
-                "and step(): with Config(shard=1) each rank has its own sum until then. Clip by "
-                "Config(max_grad_norm=...), or take shard=2, which sums over ranks in each backward"
+                "and step(): with Config(shard=1) each rank has its own sum until then. Scale the "
+                "loss, clip by Config(max_grad_norm=...), or take shard=2"
             )
 
     def assign(self, unit: int, parameter: int, gradient: torch.Tensor | None) -> None:
