@@ -97,9 +97,9 @@ class Ranks:
         try:
             for at in places:
                 if at not in self._shown:  # Else by a context around this one.
-                    here = self._snapshots.read(Key("weight", *at))
-                    self._shown[at] = self.assembled(*at, here)
-                    before[at] = self.part(*at, self._shown[at]).clone()
+                    found = self.assembled(*at, self._snapshots.read(Key("weight", *at)))
+                    before[at] = self.part(*at, found).clone()
+                    self._shown[at] = found
             self._states_whole = states or outer
             yield
             if source is not None:
