@@ -120,8 +120,9 @@ class Config:
         """Refuse what is no field, and name one that is."""
         known = cls.__dataclass_fields__
         for name in given.keys() - known.keys():
-            near = difflib.get_close_matches(name, known, 1, 0.5) or ", ".join(known)
-            raise TypeError(f"Config has no field {name!r}; likely meant: {''.join(near)}")
+            near = difflib.get_close_matches(name, known, 1, 0.5)
+            told = f"likely meant: {near[0]}" if near else f"it has {', '.join(known)}"
+            raise TypeError(f"Config has no field {name!r}; {told}")
         return object.__new__(cls)
 
     def __post_init__(self) -> None:

@@ -68,11 +68,6 @@ from offload.runtime.store import AHEAD, ahead
 BufferDicts = list[tuple[str, Mapping[str, torch.Tensor | None], Container[str]]]
 """By module its path, its buffers, and the names of those that no state dict has."""
 
-NO_OPTIMIZER = (
-    "found a scheduler and no optimizer, whose hyper-parameters go with it: give the optimizer "
-    "that attach returned, or leave scheduler= out"
-)
-
 
 @entry
 def save(
@@ -109,11 +104,9 @@ def save(
         OSError: a file could not be written; an earlier save is as it was.
     """
     refuse_inside("offload.save()")
-    engine, where = _engine_of(model, optimizer), os.fspath(directory)
+    engine, where = _engine_of(model, optimizer, scheduler), os.fspath(directory)
     most = parse_bytes(shard_bytes)
     run: dict[str, Any] = {"format": FORMAT, "step": engine.steps, "user": encoded(user, "user")}
-    if optimizer is None and scheduler is not None:
-        raise ValueError(NO_OPTIMIZER)
     if optimizer is None and not frozen:
         raise ValueError(
             "asked to save with frozen=False; found no optimizer: without one all weights are "
@@ -166,9 +159,7 @@ def load(
             In the last case the engine has ended: load another save in a new process.
     """
     refuse_inside("offload.load()")
-    engine, where = _engine_of(model, optimizer), os.fspath(directory)
-    if optimizer is None and scheduler is not None:
-        raise ValueError(NO_OPTIMIZER)
+    engine, where = _engine_of(model, optimizer, scheduler), os.fspath(directory)
     with engine.lock, ExitStack() as opened:
         run, asked = read_run(where), f"asked to load {where}"
         if optimizer is None:
@@ -219,13 +210,18 @@ def write_sets(directory: str, sets: Sets, parts: Parts, told: str, shard_bytes:
 # -- what there is ---------------------------------------------------------------------------------
 
 
-def _engine_of(model: nn.Module, optimizer: Optimizer | None) -> Engine:
+def _engine_of(model: nn.Module, optimizer: Optimizer | None, scheduler: Any) -> Engine:
     engine = engine_of(model)
     engine.require_whole("offload.save or load")
     if optimizer is not None and getattr(optimizer, "engine", None) is not engine:
         raise ValueError(
             "asked for a model and its optimizer; found an optimizer that is not the one attach "
             "returned with this model; try that one, or None for the weights alone"
+        )
+    if optimizer is None and scheduler is not None:
+        raise ValueError(
+            "asked for a scheduler; found a scheduler and no optimizer, whose hyper-parameters go "
+            "with it; give the optimizer that attach returned, or leave scheduler= out"
         )
     return engine
 
