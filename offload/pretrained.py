@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import os
+import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
@@ -75,11 +76,17 @@ def from_pretrained(
         and the optimizer to step, or None.
 
     Raises:
+        TypeError: `optimizer` is none, but an optimizer or its class.
         ValueError: the folder has no such model, or what it needs is not offered.
         RuntimeError: shapes in the files are others than the model's, as transformers says.
         BudgetError: the model does not fit the budgets, with a table.
         OSError: a file cannot be read; EIO where a checksum is another.
     """
+    if isinstance(optimizer, type) or not (optimizer is None or callable(optimizer)):
+        raise TypeError(
+            f"asked for optimizer={reprlib.repr(optimizer)}; found no function; give what makes it "
+            "of the model: optimizer=lambda model: torch.optim.AdamW(model.parameters())"
+        )
     where = os.fspath(folder)
     _check_folder(where, options)
     with ExitStack() as opened:
@@ -96,11 +103,6 @@ def from_pretrained(
         paths = {module: path for path, module in model.named_modules()}
         for module, at, key in sites:
             source.keys[f"{paths.get(module)}.{at}".lstrip(".")] = key
-        if isinstance(optimizer, type):
-            raise TypeError(
-                f"asked for optimizer={optimizer.__name__}; found the class; give a function: "
-                f"lambda model: {optimizer.__name__}(model.parameters())"
-            )
         made = None if optimizer is None else optimizer(model)
         model.train(made is not None)
         return attach(model, made, config, read=source.values, budget=budget)

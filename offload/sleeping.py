@@ -6,14 +6,14 @@ an engine gives all its memory of the faster tiers back. What lives there goes t
 for byte: CPU memory beside the cpu tier, or a file of its own on nvme, checked like all that is
 stored. Slots hold nothing that the homes do not. Asleep, whatever needs a value is refused: `wake`
 takes the memory, at a time of the user's choice. Sleeping and waking change no bit, and either is
-done wholly or not at all: a drive that is full leaves the engine awake, memory that others have
-taken leaves it asleep. Graphs from before are invalid: torch refuses their backward.
+done wholly or not at all, on all ranks: a drive that is full leaves the engine awake, memory that
+others have taken leaves it asleep. Graphs from before are invalid: torch refuses their backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
-from typing import Literal
+from collections.abc import Callable, Container, Iterator
+from typing import Literal, TypeVar
 
 import torch
 from torch import nn
@@ -32,13 +32,16 @@ from offload.runtime.memory import host_tensor, typed
 from offload.runtime.runner import Runner
 from offload.runtime.store import Store
 
+_Made = TypeVar("_Made")
+
 
 @entry
 def sleep(model: nn.Module, tier: Literal["cpu", "nvme"] = "cpu") -> None:
     """Put all values of an attached model into `tier`, and give the memory above it back.
 
     Returns when it is done. Until `wake` only what is known without values (shapes, names, the
-    report) may be asked for. Gradients and optimizer states sleep too.
+    report) may be asked for. Gradients and optimizer states sleep too. Over ranks all of them call
+    it, and `wake`: each puts what it has into its own `tier`, and all do, or none.
 
     Args:
         model: attached, and awake.
@@ -48,12 +51,12 @@ def sleep(model: nn.Module, tier: Literal["cpu", "nvme"] = "cpu") -> None:
         ValueError: the model is not attached; `tier` is no such tier, or there is no nvme_path.
         RuntimeError: it is asleep already, or an update has begun whose step() is due.
         BudgetError: what is to sleep does not fit the budget of `tier`.
-        OSError, MemoryError: the drive or the memory failed; the model is awake as before.
+        OSError, MemoryError: the drive or the memory failed; the model is awake as before, also
+            where that was another rank's, of which a RuntimeError tells.
     """
     if tier not in ("cpu", "nvme"):
         raise ValueError(f"offload.sleep: tier is {tier!r}, expected 'cpu' or 'nvme'")
     engine = engine_of(model)
-    engine.require_alone("offload.sleep")
     directories = engine.nvme_path if tier == "nvme" else ()
     if tier == "nvme" and not directories:
         raise ValueError(
@@ -72,14 +75,8 @@ def sleep(model: nn.Module, tier: Literal["cpu", "nvme"] = "cpu") -> None:
             if engine.residents.has(unit.index, index)
         }
         _let_go_of_all(engine)
-        area = SwapArea(runner, TIERS[: TIERS.index(tier)], directories, gradients)
-        try:
-            for value in area.values():
-                in_arena = engine.plan.in_arena(value.kind, value.unit)
-                area.put(value, runner.read_home(value) if in_arena else _gathered(engine, value))
-        except BaseException:
-            area.close()
-            raise
+        of = runner, TIERS[: TIERS.index(tier)], directories, gradients
+        area = _on_all_ranks(engine, lambda: _put_away(engine, SwapArea(*of)), SwapArea.close)
         for unit in residents:
             _rest(engine, unit)
         for given in area.given:
@@ -99,32 +96,14 @@ def wake(model: nn.Module) -> None:
         OSError: the drive failed; the model sleeps on.
     """
     engine = engine_of(model)
-    runner, plan, taken = engine.runner, engine.plan, list[Tier]()
-    fresh = list[tuple[Value, int, torch.Tensor]]()
+    runner = engine.runner
     with engine.lock:
         area = runner.swap_area
         if not isinstance(area, SwapArea):
             raise RuntimeError(
                 "offload.wake: the model is not asleep: offload.sleep(model) goes first"
             )
-        area.hold(awake=True)
-        try:
-            for tier in area.given:
-                runner.memory.take(tier)
-                taken.append(tier)
-            for value in area.values():
-                content = area.get(value)
-                if plan.in_arena(value.kind, value.unit):
-                    runner.read_home(value).copy_(content)
-                    continue
-                for index, view in _views(engine.units[value.unit], value, content):
-                    copied = runner.device.empty(view.shape, view.dtype).copy_(view)
-                    fresh.append((value, index, copied))
-        except BaseException:
-            for tier in taken:
-                runner.memory.give_back(tier)
-            area.hold(awake=False)
-            raise
+        fresh = _on_all_ranks(engine, lambda: _taken_back(engine, area), lambda _: area.sleep_on())
         for value, index, found in fresh:  # Of each unit the weights come first.
             parameter = engine.units[value.unit].parameters[index]
             if value.kind == "weight":
@@ -134,6 +113,47 @@ def wake(model: nn.Module) -> None:
         runner.device.drain()  # Before other streams look at them.
         runner.swap_area = None
         area.close()
+
+
+def _on_all_ranks(
+    engine: Engine, make: Callable[[], _Made], undo: Callable[[_Made], None]
+) -> _Made:
+    """What `make` gives, where it does so on all ranks that share the model."""
+    return make() if engine.ranks is None else engine.ranks.all_or_none(make, undo)
+
+
+def _put_away(engine: Engine, area: SwapArea) -> SwapArea:
+    """Put into the area what is to sleep there."""
+    try:
+        for value in area.values():
+            in_arena = engine.plan.in_arena(value.kind, value.unit)
+            content = engine.runner.read_home(value) if in_arena else _gathered(engine, value)
+            area.put(value, content)
+    except BaseException:
+        area.close()
+        raise
+    return area
+
+
+def _taken_back(engine: Engine, area: SwapArea) -> list[tuple[Value, int, torch.Tensor]]:
+    """Take the memory, and put the values of the area there; gives those of resident units."""
+    runner, fresh = engine.runner, list[tuple[Value, int, torch.Tensor]]()
+    area.hold(awake=True)
+    try:
+        for tier in area.given:
+            runner.memory.take(tier)
+        for value in area.values():
+            content = area.get(value)
+            if engine.plan.in_arena(value.kind, value.unit):
+                runner.read_home(value).copy_(content)
+                continue
+            for index, view in _views(engine.units[value.unit], value, content):
+                fresh.append((value, index, runner.device.empty(view.shape, view.dtype)))
+                fresh[-1][2].copy_(view)
+    except BaseException:
+        area.sleep_on()
+        raise
+    return fresh
 
 
 def _let_go_of_all(engine: Engine) -> None:
@@ -243,6 +263,13 @@ class SwapArea:
             wanted = {tier: self._plan.taken_bytes(tier) for tier in there}
             wanted[self._tier] += self.bytes
             self._runner.share(wanted)
+
+    def sleep_on(self) -> None:
+        """Give back what was taken to wake."""
+        for tier in self.given:
+            if tier in self._runner.memory.arenas:
+                self._runner.memory.give_back(tier)
+        self.hold(awake=False)
 
     def put(self, value: Value, content: torch.Tensor) -> None:
         """Keep the bytes of a value."""

@@ -291,6 +291,8 @@ class How:
     config: dict[str, Any] = field(default_factory=dict)
     mesh: tuple[int, ...] = ()
     """Of the ranks, where it is not all in a row."""
+    sleeps: str = "never"
+    """In which tier after each backward, where no update has begun, and after each step."""
 
     def sums(self, ranks: int) -> list[list[list[int]]]:
         """The micro-batches of one process: those of a list are summed before their sums are."""
@@ -334,7 +336,8 @@ def way_of(way: tuple[str, str, str], shard: int, folder: Path) -> How:
     config: dict[str, Any] = dict(zip(("params", "gradients", "optimizer"), way))
     if "nvme" in way:
         config["nvme_path"] = str(folder)
-    return How("tied", micro=2, config={**config, "shard": shard, "micro_batches": 2})
+    config |= {"shard": shard, "micro_batches": 2}
+    return How("tied", micro=2, config=config, sleeps="cpu" if "device" in way else "never")
 
 
 def same(one: Any, other: Any) -> bool:

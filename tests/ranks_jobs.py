@@ -235,9 +235,19 @@ def _steps(
             loss = how.loss(model, (step * how.micro + micro) * ranks + rank)
             loss.backward()
             losses.append(loss.item())
+        if "micro_batches" not in how.config:
+            rest(model, how)
         optimizer.step()
         optimizer.zero_grad()
+        rest(model, how)
     return losses
+
+
+def rest(model: Any, how: How) -> None:
+    """Let a model sleep and wake, where it is asked for."""
+    if how.sleeps != "never":
+        offload.sleep(model, how.sleeps)
+        offload.wake(model)
 
 
 def differ(rank: int, ranks: int, how: How, what: str) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,18 +17,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 import aio
 import offload
-from tests.ranks import MEMORY, How, Model
+from offload.runtime.memory import Memory
+from offload.sleeping import SwapArea
+from tests.ranks import MEMORY, How, Model, values_of
 from tests.ranks_jobs import _attached, _steps
 
 
 def refused(rank: int, ranks: int, how: How) -> list[str]:
-    """What knows no other ranks, asked for on all of them; and meshes."""
-    model, _ = _attached(how)
-    with pytest.raises(RuntimeError) as error:
-        offload.sleep(model)
-    offload.engine_of(model).close()
-    said = [str(error.value)]
-    three = init_device_mesh("cpu", (1, ranks, 1), mesh_dim_names=("pp", "dp", "tp"))
+    """What is said of meshes."""
+    said, names = list[str](), ("pp", "dp", "tp")
+    three = init_device_mesh("cpu", (1, ranks, 1), mesh_dim_names=names)
     descending, *alone = DeviceMesh("cpu", [[1], [0]]), DeviceMesh("cpu", [[0]])
     alone += DeviceMesh("cpu", [0]), dist.new_group([0])
     for mesh in three, descending, *(alone if rank else ()):
@@ -34,6 +34,28 @@ def refused(rank: int, ranks: int, how: How) -> list[str]:
             offload.attach(*how.build(), mesh=mesh)
         said.append(str(refusal.value))
     return said
+
+
+def restless(rank: int, ranks: int, how: How) -> tuple[list[str], dict[str, Any]]:
+    """A drive that fails on one rank as all go to sleep, memory that another lacks as they wake."""
+    model, optimizer = _attached(how)
+    _steps(model, optimizer, how, rank, ranks, [0])
+    said = list[str]()
+    for call, where, of, error in (
+        (offload.sleep, 1, (SwapArea, "put"), OSError(errno.EIO, "broken")),
+        (offload.wake, 0, (Memory, "take"), MemoryError("others have it")),
+    ):
+        with pytest.MonkeyPatch.context() as patched:
+            if rank == where:
+                patched.setattr(*of, Mock(side_effect=error))
+            with pytest.raises(type(error) if rank == where else RuntimeError) as told:
+                call(model)
+        said.append(str(told.value))
+        call(model)
+    _steps(model, optimizer, how, rank, ranks, [1])
+    found = values_of(model, optimizer)
+    offload.engine_of(model).close()
+    return said, found
 
 
 def wrapped(rank: int, ranks: int, how: How) -> list[str]:

@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
 import cpu_adam
 import offload
 from tests.ranks import MEMORY, Block, How, Model
+from tests.ranks_jobs import rest
 
 WIDTH, VOCABULARY, TOKENS = 48, 37, 8
 
@@ -85,6 +86,7 @@ def train(rank: int, ranks: int, how: How) -> Found:
         optimizer.step()
         norms.append(optimizer.grad_norm())
         optimizer.zero_grad()
+        rest(model, how)
     return losses, norms, _ended(model, optimizer)
 
 

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -59,18 +58,6 @@ def test_freed_memory_is_refused_by_every_function() -> None:
             call(freed(torch.ones(8)))
     with pytest.raises(ValueError, match=FOUR_PARTS):
         cpu_adam.accumulate(torch.zeros(8), freed(torch.ones(8)))
-
-
-@pytest.mark.skipif(cpu_adam.kernel().native is None, reason="no compiled kernels")
-def test_the_native_module_refuses_null() -> None:
-    native, index = cpu_adam.kernel().native, cpu_adam.kernel().index
-    assert native is not None
-    operation = native.OPERATIONS.index("split")
-    row = np.array([[4, 0, 0, 0, 0, 0]], np.int64)
-    with pytest.raises(ValueError, match="memory"):
-        native.run(index, operation, 0, row, np.zeros((1, native.FACTORS), np.float32))
-    with pytest.raises(ValueError, match="memory"):
-        native.square_sums(index, 0, 0, 4, 0)
 
 
 @every_optimizer

@@ -226,6 +226,8 @@ REFUSED: dict[str, tuple[Callable[[Path], object], dict[str, Any], type[Exceptio
     ),
     "quantized": (quantized, {}, ValueError, "quantized model"),
     "device_map": (lambda folder: None, {"device_map": "auto"}, ValueError, "device_map is not"),
+    "a class": (lambda folder: None, {"optimizer": torch.optim.AdamW}, TypeError, "no function"),
+    "an optimizer": (lambda folder: None, {"optimizer": 3}, TypeError, "optimizer=3; found no"),
     "shapes": (lambda folder: None, {"hidden_size": 48}, RuntimeError, "ignore_mismatched_sizes"),
 }
 

@@ -23,7 +23,18 @@ from offload.runtime.entry import EngineError
 from offload.runtime.native import native_runner
 from tests import command, ranks_jobs
 from tests.forked import Forked, anew
-from tests.ranks import KINDS, MEMORY, Failed, How, World, assert_as_one, digest, joined, world_of
+from tests.ranks import (
+    KINDS,
+    MEMORY,
+    Failed,
+    How,
+    World,
+    assert_as_one,
+    digest,
+    joined,
+    same,
+    world_of,
+)
 from tests.ranks_durable import Life
 from tests.test_docs import blocks
 from tests.training import some_fast, some_rows_fast
@@ -224,12 +235,19 @@ def test_boxes_are_the_elements_of_a_range(sizes: tuple[int, ...], ranks: int) -
             assert [begin for begin, _, _ in found] == [int(one[0]) for one in parts]
 
 
-def test_what_knows_no_other_ranks_is_refused(two: World) -> None:
+def test_ranks_sleep_and_wake_together_or_not_at_all(two: World) -> None:
+    how = How(steps=2, config={"optimizer": "device", "shard": 2})
+    (first, *found), (second, *others) = two.run("tests.ranks_refused.restless", how)
+    assert ["rank 1 could not" in first[0], "broken" in second[0]] == [True, True]
+    assert ["rank 0 could not" in second[1], "others have" in first[1]] == [True, True]
+    assert same([*found, *others], [one.values for one in two.run("train", how)])
+
+
+def test_meshes_of_other_forms_are_refused(two: World) -> None:
     two.begin("tests.ranks_refused.refused", How())
     for one in two.results():
         assert isinstance(one, list), one.text
-        asleep, three, descending, *outside = one
-        assert "is offered with one: on all ranks, offload.save" in asleep
+        three, descending, *outside = one
         assert "pass such a slice of it, mesh['pp'] or mesh['pp', 'dp']" in three
         assert "[[1], [0]]; found that they descend" in descending
         assert all("this rank is not part of the mesh" in text for text in outside)

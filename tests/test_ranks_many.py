@@ -39,6 +39,7 @@ FACTORS = {
     "norm": ("0.5", "none"),
     "last": ("said", "unsaid"),
     "optimizer": ("AdamW", "SGD"),
+    "sleeps": ("never", "cpu", "nvme"),
 }
 
 
@@ -69,7 +70,7 @@ def test_ranks_train_as_one_process_does(
     ranks, fp32 = int(case["ranks"]), case["states"] == "fp32"
     homes = dict(zip(("params", "gradients", "optimizer"), case["placement"].split()))
     config: dict[str, Any] = {**homes, "shard": int(case["shard"])}
-    if "nvme" in case["placement"]:
+    if "nvme" in (*homes.values(), case["sleeps"]):
         config["nvme_path"] = str(tmp_path)
     if case["norm"] != "none":
         config["max_grad_norm"] = float(case["norm"])
@@ -85,6 +86,7 @@ def test_ranks_train_as_one_process_does(
         5,
         case["optimizer"],
         config,
+        sleeps=case["sleeps"],
     )
     assert_as_one(worlds[ranks].run("train", how), how)
 

@@ -64,7 +64,9 @@ def test_parts_of_a_model_train_as_by_torch(
     tmp_path: Path,
 ) -> None:
     shard = 2 if "device" in placement else 3
-    how = How(kind, dtype, micro=2, steps=5, config=config_of(placement, shard, tmp_path))
+    sleeps = "cpu" if placement == "device device device" else "never"
+    config = config_of(placement, shard, tmp_path)
+    how = How(kind, dtype, micro=2, steps=5, config=config, sleeps=sleeps)
     plain = worlds[2].run("train_by_torch", how, ranks // 2)
     assert_as_by_torch(worlds[ranks].run("train", how), plain)
 

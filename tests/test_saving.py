@@ -93,6 +93,8 @@ def test_a_run_goes_on_with_the_same_bits(
         for move in (offload.save, offload.load):
             with pytest.raises(ValueError, match="a scheduler and no optimizer"):
                 move(run.model, None, tmp_path / "save", scheduler=scheduler)
+            with pytest.raises(TypeError, match="asked for scheduler=5; found no load_state"):
+                move(run.model, run.optimizer, tmp_path / "save", scheduler=5)
         user = offload.load(run.model, run.optimizer, tmp_path / "save", scheduler=scheduler)
         assert user == (2, {1: "x"})
         assert run.engine.steps == 2

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import reprlib
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -99,7 +100,7 @@ def save(
 
     Raises:
         ValueError: the model is not attached, or keeps extra state; the optimizer is another's.
-        TypeError: `user` or the scheduler has something that is no such data.
+        TypeError: `user` or the scheduler has something that is no such data, or is no scheduler.
         FileExistsError: there are files in the directory that are of no save.
         OSError: a file could not be written; an earlier save is as it was.
     """
@@ -222,6 +223,11 @@ def _engine_of(model: nn.Module, optimizer: Optimizer | None, scheduler: Any) ->
         raise ValueError(
             "asked for a scheduler; found a scheduler and no optimizer, whose hyper-parameters go "
             "with it; give the optimizer that attach returned, or leave scheduler= out"
+        )
+    if scheduler is not None and not hasattr(scheduler, "load_state_dict"):
+        raise TypeError(
+            f"asked for scheduler={reprlib.repr(scheduler)}; found no load_state_dict(); give "
+            "one of torch.optim.lr_scheduler; data of your own goes in user="
         )
     return engine
 

@@ -8,6 +8,8 @@ import io
 import itertools
 import os
 import re
+import shutil
+import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -58,7 +60,7 @@ def parse_flags(
         raise BadInput(str(error)) from None
     except SystemExit as stop:
         if not stop.code:
-            Output().sentence(shown.getvalue().rstrip())
+            Output().sentence(_wrapped_anew(shown.getvalue()))
             raise
         raise BadInput(_in_one_line(told.getvalue(), kind, command)) from None
     finally:
@@ -74,6 +76,18 @@ def fields_of(kind: type) -> Iterator[dataclasses.Field[Any]]:
             yield from fields_of(type(one.default))
         elif "Positional" not in str(one.type):
             yield one
+
+
+def _wrapped_anew(told: str) -> str:
+    """Tyro's help, whose lines break where those of a docstring do, too."""
+    rows, width = [""], shutil.get_terminal_size().columns
+    first = next(row for row in told.splitlines() if row.startswith("  -h, --help "))
+    blank = " " * first.index("show ")
+    for row in map(str.rstrip, told.splitlines()):
+        continues = row.startswith(blank) and rows[-1][len(blank) - 2 :].startswith("  ")
+        rows[-1:] = [f"{rows[-1]} {row.strip()}"] if continues else [rows[-1], row]
+    filled = (textwrap.fill(r, width, subsequent_indent=blank * r.startswith(" ")) for r in rows)
+    return "\n".join(filled).strip()
 
 
 def _in_one_line(told: str, kind: type, command: str) -> str:

@@ -194,14 +194,6 @@ class Engine:
                 "steps (p.detach().clone(), model.state_dict())"
             )
 
-    def require_alone(self, what: str) -> None:
-        """Refuse what knows no other ranks."""
-        if self.ranks is not None:
-            raise RuntimeError(
-                f"{what} was asked for a model that is cut over ranks, and is offered with one: on "
-                "all ranks, offload.save, let the model go, and attach and load when it is needed"
-            )
-
     def require_whole(self, what: str) -> None:
         """Raise ValueError for what knows whole tensors alone, where parameters are DTensors."""
         every = (one for unit in self.units for one in unit.spec.parameters)

@@ -164,6 +164,8 @@ class Passes:
         """The memory of the tiers is given back, and what the slots hold with it."""
         assert self.verb is None
         self._held.clear()
+        if self.collectives is not None:
+            self.collectives.forget()
 
     def invalidate(self, unit: int) -> None:
         """What a slot holds of `unit`, or will hold, is no longer its weights."""

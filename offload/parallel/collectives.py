@@ -105,6 +105,10 @@ class Collectives:
                     "them, or give Config(shard=3), without a mesh of two dimensions"
                 )
 
+    def forget(self) -> None:
+        """Memory of all ranks is given back, and what columns hold with it."""
+        self._in_columns.clear()
+
     def closed(self) -> None:
         """The pass is over: what other ranks still need of it is done first."""
         self._busy = set()

@@ -96,8 +96,9 @@ class SummedGradients(Gradients):
                 self.collectives.exchange(unit, partial(self._exchange, unit))
 
     def let_go(self) -> None:
-        """An update will read the homes: let own sums be there, too, and show none any more."""
+        """The homes will be read: let own sums be there, too, and show none any more."""
         self._send_own()
+        self.collectives.end_exchange()
         super().let_go()
 
     def serve(self, unit: int) -> None:

@@ -49,7 +49,7 @@ class Kind(IntEnum):
     VALUES = 5
     """A value is asked for that lies on all ranks."""
     SAVE = 6
-    """All ranks save or load, with whether this one has failed."""
+    """All ranks save, load, sleep or wake, with whether this one has failed."""
 
 
 ORDERS_MAX = 64
@@ -63,7 +63,7 @@ TEXTS = {
     Kind.END: "was at the end of a pass",
     Kind.STEP: "called step()",
     Kind.VALUES: "asked for values (a norm, offload.gathered())",
-    Kind.SAVE: "saves or loads (offload.save, export, load)",
+    Kind.SAVE: "saves, loads or sleeps (offload.save, export, load, sleep, wake)",
 }
 
 
