@@ -100,7 +100,7 @@ def check_parameter(parameter: Tensor, states: str, rule: str) -> StateFormat:
     elif parameter.device.type != "cpu":
         found = f"a parameter on {parameter.device}"
         cause = "the model was moved to an accelerator or is not materialised yet"
-        remedy = "offload.attach or torch.optim there; under FSDP2, CPUOffloadPolicy()"
+        remedy = "torch.optim there, which offload.attach updates alike; or CPUOffloadPolicy()"
     elif is_wrapper(local(parameter)):
         found = f"a {type(local(parameter)).__name__}, which has no memory of its own"
         cause = "a tensor subclass that wraps others, or a fake tensor"

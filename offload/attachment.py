@@ -104,10 +104,7 @@ def attach(
         MemoryError: the memory of the plan is not there.
     """
     config = Config() if config is None else config
-    check_arguments(model, optimizer, config)
-    _refuse_attached(model)
-    if optimizer is not None:
-        check_optimizer(optimizer)
+    _check(model, optimizer, config)
     check_model(model, optimizer, initializes=initialize is not None or read is not None)
     if not all(engine.runner.closed for engine in engines):
         gc.collect()  # One that was dropped, but not closed, has its memory until then.
@@ -132,6 +129,28 @@ def attach(
             _go_on(model, made[1], directory, config)
         failed.pop_all()
     return made
+
+
+def _check(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config) -> None:
+    """Refuse arguments that cannot be attached, or are already."""
+    check_arguments(
+        "attach",
+        "attach(model, optimizer, offload.Config(...)), with an optimizer that was made of "
+        "model.parameters(), or None for a model that is not trained",
+        model=(model, isinstance(model, nn.Module)),
+        optimizer=(optimizer, isinstance(optimizer, torch.optim.Optimizer | None)),
+        config=(config, isinstance(config, Config)),
+    )
+    if optimizer is None and config.durable is not None:
+        raise ValueError("asked for durable; found no optimizer, so there are no steps to keep")
+    inside = any(module in attached for module in model.modules())
+    if inside or any(isinstance(one, AttachedParameter) for one in model.parameters()):
+        raise ValueError(
+            "the model, or a part of it, is attached already: detach it first "
+            "(offload.detach(model)), or go on with the optimizer that attach returned"
+        )
+    if optimizer is not None:
+        check_optimizer(optimizer)
 
 
 def _machine(device: Device, config: Config, group: Any) -> Machine:
@@ -255,16 +274,6 @@ def _group_of(mesh: Any, device: Device, config: Config) -> Any:
     from offload.parallel import join  # Nothing of it where there is one rank.
 
     return join(mesh, device, config)
-
-
-def _refuse_attached(model: nn.Module) -> None:
-    """Refuse a model of which any part is attached."""
-    inside = any(module in attached for module in model.modules())
-    if inside or any(isinstance(one, AttachedParameter) for one in model.parameters()):
-        raise ValueError(
-            "the model, or a part of it, is attached already: detach it first "
-            "(offload.detach(model)), or go on with the optimizer that attach returned"
-        )
 
 
 def _same_parameters(model: nn.Module) -> Callable[[], None]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import os
-import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ import aio
 from offload.attachment import attach, exchange
 from offload.checkpoint.shards import WEIGHTS, SetsReader, head_of, index_of, joined, read_json
 from offload.config import Config, warn_user
+from offload.model.checks import check_arguments
 from offload.planning.tiers import format_bytes
 from offload.runtime.shared_budget import SharedBudget
 
@@ -76,17 +76,13 @@ def from_pretrained(
         and the optimizer to step, or None.
 
     Raises:
-        TypeError: `optimizer` is none, but an optimizer or its class.
+        TypeError: an argument is not what it should be, or a function returned None.
         ValueError: the folder has no such model, or what it needs is not offered.
         RuntimeError: shapes in the files are others than the model's, as transformers says.
         BudgetError: the model does not fit the budgets, with a table.
         OSError: a file cannot be read; EIO where a checksum is another.
     """
-    if isinstance(optimizer, type) or not (optimizer is None or callable(optimizer)):
-        raise TypeError(
-            f"asked for optimizer={reprlib.repr(optimizer)}; found no function; give what makes it "
-            "of the model: optimizer=lambda model: torch.optim.AdamW(model.parameters())"
-        )
+    _check_arguments(kind, folder, config, optimizer, prepare)
     where = os.fspath(folder)
     _check_folder(where, options)
     with ExitStack() as opened:
@@ -103,9 +99,33 @@ def from_pretrained(
         paths = {module: path for path, module in model.named_modules()}
         for module, at, key in sites:
             source.keys[f"{paths.get(module)}.{at}".lstrip(".")] = key
-        made = None if optimizer is None else optimizer(model)
+        made = None if optimizer is None else _returned("optimizer", optimizer(model))
         model.train(made is not None)
         return attach(model, made, config, read=source.values, budget=budget)
+
+
+def _check_arguments(kind: Any, folder: Any, config: Any, optimizer: Any, prepare: Any) -> None:
+    check_arguments(
+        "from_pretrained",
+        'from_pretrained(AutoModelForCausalLM, "folder", offload.Config(...), '
+        "optimizer=lambda model: torch.optim.AdamW(model.parameters()))",
+        kind=(kind, hasattr(kind, "from_pretrained")),
+        folder=(folder, isinstance(folder, (str, os.PathLike))),
+        config=(config, isinstance(config, Config | None)),
+        optimizer=(optimizer, not isinstance(optimizer, type) and _may_be_called(optimizer)),
+        prepare=(prepare, _may_be_called(prepare)),
+    )
+
+
+def _may_be_called(given: Any) -> bool:
+    return given is None or callable(given)
+
+
+def _returned(name: str, found: Any) -> Any:
+    """What a function of the user's has returned."""
+    if found is None:
+        raise TypeError(f"from_pretrained: {name}= returned None: likely its `return` is missing")
+    return found
 
 
 def _check_folder(where: str, options: Mapping[str, Any]) -> None:
@@ -117,9 +137,10 @@ def _check_folder(where: str, options: Mapping[str, Any]) -> None:
         )
     found = os.path.join(where, "config.json")
     if not os.path.isfile(found):
+        there = "config.json" if os.path.isdir(where) else "such folder"
         raise ValueError(
-            f"asked to load {where}; found no config.json: likely a name on the hub; try what "
-            "huggingface_hub.snapshot_download gives; of an adapter, its base and prepare="
+            f"asked to load {where}; found no {there}: likely misspelt, or a name on the hub; try "
+            "what huggingface_hub.snapshot_download gives; of an adapter, its base and prepare="
         )
     if not os.path.exists(head_of(where, WEIGHTS)):
         raise ValueError(
@@ -330,7 +351,7 @@ def _prepared(model: nn.Module, prepare: Callable[[nn.Module], nn.Module]) -> nn
         values = nan.expand(one.shape) if one.dim() else nan[0]
         shown[one] = nn.Parameter(values, one.requires_grad)
     exchange(model, shown)
-    model = prepare(model)
+    model = _returned("prepare", prepare(model))
     again = {
         one: nn.Parameter(one.to("meta"), one.requires_grad)  # Which `prepare` may have changed.
         for one in shown.values()
@@ -339,7 +360,8 @@ def _prepared(model: nn.Module, prepare: Callable[[nn.Module], nn.Module]) -> nn
         if one not in again and (one.is_meta or one.isnan().any()):
             raise ValueError(
                 f"prepare made {name} of weights that have no values yet: let it need none "
-                "(init_lora_weights=True), or load the model without offload, prepare and attach"
+                "(init_lora_weights=True, no modules_to_save), or load the model by transformers, "
+                "prepare and attach"
             )
     exchange(model, again)
     return model

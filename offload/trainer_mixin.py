@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import torch
+
 from offload.checkpoint.directory import RUN
 from offload.checkpoint.saving import load, save
 from offload.model.engine import attached, engine_of
+from offload.optim.optimizer import ELSEWHERE
 
 SAVED = "offload"
 """The folder in a checkpoint that has weights and states."""
@@ -25,6 +28,27 @@ class TrainerMixin(_Trainer):  # type: ignore[misc]
     goes on from, in the folder `offload`: no copy of the states is in memory, and any number of
     ranks resumes it. Over ranks, where Trainers save on the first one alone, all of them take part.
     """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        first = cls.__mro__[: cls.__mro__.index(TrainerMixin)]
+        for one in first:
+            if "save_model" in vars(one) and not issubclass(one, TrainerMixin):
+                name, other = cls.__name__, one.__name__
+                raise TypeError(
+                    f"class {name}: found TrainerMixin after {other}, whose methods go first then: "
+                    f"write class {name}(offload.TrainerMixin, {other})"
+                )
+
+    def create_optimizer(self, *args: Any) -> Any:
+        """Refuse to make another optimizer than that of an attached model."""
+        if self.optimizer is None and self.model in attached:
+            raise ValueError(
+                "asked to train an attached model; found no optimizer, and the Trainer would make "
+                "one that is not the engine's: write Trainer(..., optimizers=(optimizer, None)) "
+                "with the one that attach returned"
+            )
+        return super().create_optimizer(*args)
 
     def _ranks(self) -> Any:
         return engine_of(self.model).ranks if self.model in attached else None
@@ -49,6 +73,9 @@ class TrainerMixin(_Trainer):  # type: ignore[misc]
             return
         where, pair = os.path.join(output_dir, SAVED), (self.model, self._optimizer())
         save(*pair, where, scheduler=self.lr_scheduler)
+        if self.args.should_save:  # Where a Trainer looks that does not know of the folder.
+            for name in ("optimizer.pt", "scheduler.pt"):
+                torch.save({"param_groups": (), ELSEWHERE: SAVED}, os.path.join(output_dir, name))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         where = os.path.join(checkpoint or "", SAVED)

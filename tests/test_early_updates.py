@@ -307,6 +307,11 @@ def test_a_unit_is_final_when_its_gradients_came_as_often_as_before() -> None:
     assert [backward(early, 0, 0, 1), backward(early, 0, 1)] == [[], [1]]
     early.gave_up()  # The batch is dropped: the next backward is the first of a step.
     assert [backward(early, 0, 1), backward(early, 0, 1)] == [[], [0, 1]]
+    early.stepped({})
+    assert early.notice is None
+    assert backward(early, 0, 1) == []
+    early.stepped({})
+    assert "fewer than Config.micro_batches=2 backwards: 1;" in str(early.notice)
 
 
 @pytest.mark.parametrize("clips", [True, False])

@@ -226,8 +226,14 @@ REFUSED: dict[str, tuple[Callable[[Path], object], dict[str, Any], type[Exceptio
     ),
     "quantized": (quantized, {}, ValueError, "quantized model"),
     "device_map": (lambda folder: None, {"device_map": "auto"}, ValueError, "device_map is not"),
-    "a class": (lambda folder: None, {"optimizer": torch.optim.AdamW}, TypeError, "no function"),
-    "an optimizer": (lambda folder: None, {"optimizer": 3}, TypeError, "optimizer=3; found no"),
+    "a class": (
+        lambda folder: None,
+        {"optimizer": torch.optim.AdamW},
+        TypeError,
+        "optimizer is the class",
+    ),
+    "no function": (lambda folder: None, {"prepare": 3}, TypeError, "prepare is a int: write"),
+    "no model": (lambda folder: None, {"prepare": lambda model: None}, TypeError, "turned None"),
     "shapes": (lambda folder: None, {"hidden_size": 48}, RuntimeError, "ignore_mismatched_sizes"),
 }
 

@@ -200,7 +200,9 @@ class Kept(dict[str, str]):
         return set(keys) <= self.keys()
 
 
-def test_a_look_for_failures_asks_for_one_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_look_for_failures_asks_for_one_key_and_a_long_one_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     store, (first, *_, last) = Kept(), [object.__new__(Group) for _ in range(64)]
     monkeypatch.setattr("offload.parallel.group.group_store", lambda _: store)
     monkeypatch.setattr("offload.parallel.group._numbers", {None: 2})
@@ -216,6 +218,13 @@ def test_a_look_for_failures_asks_for_one_key(monkeypatch: pytest.MonkeyPatch) -
     last._raise_failed()
     first._number = 3
     first._raise_failed()  # It was another model that failed, before this one was attached.
+    monkeypatch.setattr("offload.parallel.group.PATIENCE_S", 0.1)
+    first._told, first._timeout_s = False, 300.0
+    with pytest.warns(
+        RuntimeWarning, match=r"waiting for ranks 1, 2, .*comm_timeout=300 s: likely"
+    ):
+        first._look(61.0)
+    first._look(62.0)  # Told once.
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])

@@ -90,11 +90,14 @@ def test_a_run_goes_on_with_the_same_bits(
         plain(run, 0)  # What is there before does not matter.
         run.model.seen.zero_()
         scheduler = scheduled(run)
+        another = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD(Net().parameters()))
         for move in (offload.save, offload.load):
             with pytest.raises(ValueError, match="a scheduler and no optimizer"):
                 move(run.model, None, tmp_path / "save", scheduler=scheduler)
-            with pytest.raises(TypeError, match="asked for scheduler=5; found no load_state"):
+            with pytest.raises(TypeError, match="asked for scheduler=5; found no scheduler"):
                 move(run.model, run.optimizer, tmp_path / "save", scheduler=5)
+            with pytest.raises(ValueError, match="found that it is of another optimizer"):
+                move(run.model, run.optimizer, tmp_path / "save", scheduler=another)
         user = offload.load(run.model, run.optimizer, tmp_path / "save", scheduler=scheduler)
         assert user == (2, {1: "x"})
         assert run.engine.steps == 2

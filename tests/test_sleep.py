@@ -139,7 +139,7 @@ def test_asleep_values_are_refused(tmp_path: Path) -> None:
 
 def test_what_cannot_sleep_is_refused(tmp_path: Path) -> None:
     model = small()
-    with pytest.raises(ValueError, match="attach it first"):
+    with pytest.raises(ValueError, match="model is not attached"):
         offload.sleep(model)
     _, optimizer = offload.attach(model, adamw(model), offload.Config(device_memory="64MiB"))
     with optimizer.engine:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import offload
 from tests.small import adamw, config, small, tokens
@@ -74,6 +75,17 @@ def test_the_trainer_of_hugging_face(tmp_path: Path) -> None:
     assert_same_weights(resumed.model, theirs.model)
     for trainer in (ours, resumed):
         offload.engine_of(trainer.model).close()
+
+
+def test_the_mixin_says_how_it_is_used() -> None:
+    other: Any = type("Other", (), {"save_model": None, "create_optimizer": None})
+    with pytest.raises(TypeError, match=r"write class Mine\(offload.TrainerMixin, Other\)"):
+        type("Mine", (other, offload.TrainerMixin), {})
+    mine: Any = type("Mine", (offload.TrainerMixin, other), {})()
+    mine.optimizer, (mine.model, _) = None, offload.attach(nn.Linear(2, 2), None)
+    with pytest.raises(ValueError, match=r"write Trainer\(..., optimizers=\(optimizer, None\)\)"):
+        mine.create_optimizer()
+    offload.engine_of(mine.model).close()
 
 
 @pytest.fixture

@@ -73,6 +73,15 @@ os.register_at_fork(after_in_child=lambda: [one.close() for one in _locks])
 """A forked worker, which may outlive this process, closes its locks."""
 
 
+def _make(path: str) -> None:
+    """Make a directory where it is not there."""
+    try:
+        os.makedirs(path, 0o700, exist_ok=True)
+    except FileExistsError as error:
+        told = "asked for a durable run in it; found a file; try a new name"
+        raise FileExistsError(error.errno, told, path) from None
+
+
 class RunDirectory:
     """A directory that one process at a time commits to."""
 
@@ -82,7 +91,7 @@ class RunDirectory:
         it, or its commit is damaged or cannot be gone on from.
         """
         self.path = os.path.abspath(path)
-        os.makedirs(self.path, 0o700, exist_ok=True)
+        _make(self.path)
         refuse_unsafe(self.path)
         self._lock = _owned(os.path.join(self.path, LOCK))
         self.commit: dict[str, Any] | None = None
@@ -270,7 +279,7 @@ class RankDirectory(RunDirectory):
         return os.path.join(self._parent, f"{RANK}{rank}")
 
     def _open(self, resume: bool) -> None:
-        os.makedirs(self._parent, 0o700, exist_ok=True)
+        _make(self._parent)
         refuse_unsafe(self._parent)
         if os.path.exists(os.path.join(self._parent, COMMIT)):
             raise FileExistsError(

@@ -48,7 +48,9 @@ def whole_directory(path: str) -> Iterator[str]:
     parent, name = os.path.split(path)
     taken = os.path.lexists(path)
     if taken and (os.path.islink(path) or not os.path.isdir(path)):
-        raise FileExistsError(errno.EEXIST, "asked to save there; found a file or a link", path)
+        raise FileExistsError(
+            errno.EEXIST, "asked to save there; found a file or a link; try a new name", path
+        )
     if taken and os.listdir(path) and not os.path.exists(os.path.join(path, RUN)):
         raise FileExistsError(
             errno.EEXIST,

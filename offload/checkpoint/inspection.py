@@ -54,7 +54,9 @@ def inspect(directory: str | os.PathLike[str]) -> Inspection:
     if ranks := [name for name in names if name.startswith(RANK)]:
         return _inspect_ranks(where, ranks)
     told = f"asked to inspect it; found no {COMMIT}, no {RUN}, no {SINGLE} and no index of others"
-    raise FileNotFoundError(errno.ENOENT, f"{told}: likely another directory", where)
+    likely = "of torch.distributed.checkpoint; offload convert reads it"
+    told += f": likely {likely if '.metadata' in names else 'another directory'}"
+    raise FileNotFoundError(errno.ENOENT, told, where)
 
 
 def _inspect_save(where: str) -> Inspection:

@@ -224,10 +224,16 @@ def _engine_of(model: nn.Module, optimizer: Optimizer | None, scheduler: Any) ->
             "asked for a scheduler; found a scheduler and no optimizer, whose hyper-parameters go "
             "with it; give the optimizer that attach returned, or leave scheduler= out"
         )
-    if scheduler is not None and not hasattr(scheduler, "load_state_dict"):
+    if isinstance(scheduler, type) or not (scheduler is None or hasattr(scheduler, "state_dict")):
         raise TypeError(
-            f"asked for scheduler={reprlib.repr(scheduler)}; found no load_state_dict(); give "
-            "one of torch.optim.lr_scheduler; data of your own goes in user="
+            f"asked for scheduler={reprlib.repr(scheduler)}; found no scheduler; give one that was "
+            "made of the optimizer; data of your own goes in user="
+        )
+    of = getattr(scheduler, "optimizer", None)
+    if of is not None and of.param_groups is not optimizer.param_groups:  # type: ignore[union-attr]
+        raise ValueError(
+            f"asked for a {type(scheduler).__name__}; found that it is of another optimizer, whose "
+            "learning rate it changes; make it of the one that attach took or returned"
         )
     return engine
 

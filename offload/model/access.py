@@ -156,13 +156,11 @@ def require_form(name: str, wanted: torch.Tensor, found: torch.Tensor) -> None:
     same = found.shape == wanted.shape and found.dtype == wanted.dtype
     there = found.device.type == wanted.device.type
     if not (same and there and (found.dim() < 2 or found.is_contiguous())):
-        form, kept = (
-            f"{tuple(one.shape)} of {one.dtype} on {one.device}, strides {one.stride()}"
-            for one in (found, wanted)
-        )
+        form, kept = (f"{tuple(x.shape)} of {x.dtype} on {x.device}" for x in (found, wanted))
         raise ValueError(
-            f"{name} was given values of shape {form}, but was attached as {kept}; likely the "
-            "model was resized or converted: do that before attach, or after offload.detach(model)"
+            f"{name} was given values of shape {form}, strides {found.stride()}, but was attached "
+            f"as {kept}, contiguous; likely the model was resized or converted (.half(), .to()): "
+            "do that before attach, or after offload.detach(model)"
         )
 
 

@@ -9,27 +9,19 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from cpu_adam import kernel
-from offload.config import Config
 from offload.runtime.torch_internals import local_part
 
 
-def check_arguments(model: Any, optimizer: Any, config: Any) -> None:
-    """Refuse arguments of `attach` that are not what they should be."""
-    kinds: dict[str, tuple[Any, Any]] = {
-        "model": (model, nn.Module),
-        "optimizer": (optimizer, torch.optim.Optimizer | None),
-        "config": (config, Config),
-    }
-    for name, (given, kind) in kinds.items():
-        if not isinstance(given, kind):
-            itself = isinstance(given, type)
-            found = f"the class {given.__name__} itself" if itself else f"a {type(given).__name__}"
-            raise TypeError(
-                f"attach: {name} is {found}: write attach(model, optimizer, offload.Config(...)), "
-                "with None for the optimizer of a model that is not trained"
+def check_arguments(call: str, example: str, **given: tuple[Any, bool]) -> None:
+    """Refuse arguments of `call`, each given with whether it is what it should be."""
+    for name, (one, right) in given.items():
+        if not right:
+            found = (
+                f"the class {one.__name__} itself"
+                if isinstance(one, type)
+                else f"a {type(one).__name__}"
             )
-    if optimizer is None and config.durable is not None:
-        raise ValueError("asked for durable; found no optimizer, so there are no steps to keep")
+            raise TypeError(f"{call}: {name} is {found}: write {example}")
 
 
 def check_model(

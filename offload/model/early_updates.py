@@ -54,6 +54,8 @@ class EarlyUpdates:
         self._names = names
         self._finished = self._finished_before = 0
         """Backwards since the last step, or since gradients were given up; those before that."""
+        self._early_steps = 0
+        """Those that came after fewer backwards."""
         self._said = self._is_last = self.said_last = False
         self._now: list[dict[int, int]] = [{} for _ in names]
         """By unit and parameter, how often a gradient came in the backward under way."""
@@ -110,9 +112,21 @@ class EarlyUpdates:
                 "and step(), but updates had begun with the earlier values: put them back, call "
                 "step() again and change them after it, or leave Config.micro_batches out"
             )
+        self._early_steps += not self._said and self._finished < (self._number or 0)
         self.begun, self._finished_before, self._finished = {}, self._finished, 0
         self._said = False
         return {unit: steps for unit, steps in step.items() if unit not in begun}
+
+    @property
+    def notice(self) -> str | None:
+        """What to tell of steps that no update could begin before."""
+        return (
+            f"steps that came after fewer than Config.micro_batches={self._number} backwards: "
+            f"{self._early_steps}; in them no update began inside backward: likely the loop, or "
+            "trainer, has another number"
+            if self._early_steps
+            else None
+        )
 
     # -- what is refused -------------------------------------------------------------------------
 

@@ -49,7 +49,10 @@ def engine_of(model: nn.Module) -> Engine:
         ValueError: there is none.
     """
     if not isinstance(model, nn.Module) or model not in attached:
-        raise ValueError("the model is not attached: attach it first; detach it only once")
+        raise ValueError(
+            f"the model is not attached: asked for one first; found a {type(model).__name__}; give "
+            "what offload.attach returned, itself, and before offload.detach"
+        )
     return attached[model]
 
 
@@ -140,10 +143,10 @@ class Engine:
     def notices(self) -> tuple[str, ...]:
         """What the user should know, in sentences; after some steps also how much of the device's
         memory is idle, where a larger budget would be filled."""
-        if self.steps < STEPS_OF_PEAK:
-            return self._notices
-        told = self.plan.told_idle(self.runner.device.idle_bytes())
-        return (*self._notices, *filter(None, (told,)))
+        told = [self.early.notice]
+        if self.steps >= STEPS_OF_PEAK:
+            told.append(self.plan.told_idle(self.runner.device.idle_bytes()))
+        return (*self._notices, *filter(None, told))
 
     def tell(self, notice: str) -> None:
         """One more of `notices`."""

@@ -233,12 +233,11 @@ class Snapshots:
     def _make_room(self, size: int, what: str) -> None:
         """Refuse a copy for which the snapshots that are still held leave no room."""
         if not self._has_room(size):
+            held = f"copies of {format_bytes(self.bytes)} are still held and " * bool(self.bytes)
             raise MemoryError(
-                f"{what} takes a copy of {format_bytes(size)}, but copies of "
-                f"{format_bytes(self.bytes)} are still held and exposed_memory is "
-                f"{format_bytes(self._limit_bytes)}. Let go of earlier ones, go through "
-                "optimizer.engine.stream_weights(), which needs one parameter at a time, or raise "
-                "Config.exposed_memory"
+                f"{what} takes a copy of {format_bytes(size)}, but {held}exposed_memory is "
+                f"{format_bytes(self._limit_bytes)}. Raise Config.exposed_memory, let go of "
+                "earlier copies, or go through optimizer.engine.stream_weights(), which keeps none"
             )
 
     # -- edits -----------------------------------------------------------------------------------

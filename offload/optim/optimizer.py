@@ -19,6 +19,9 @@ from offload.optim.states import States, check_state
 from offload.optim.supported_optimizers import check_group, hyper_of, rule_of
 from offload.runtime.entry import entry
 
+ELSEWHERE = "states are elsewhere"
+"""A key in what `TrainerMixin` writes in the place of a state dict: the folder that has it."""
+
 _hooks: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyDictionary()
 """By optimizer that was given to `attach`, the handle of the engine's hook before its step."""
 
@@ -262,6 +265,12 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             ValueError: the groups or shapes are of another model; nothing is changed.
         """
+        if ELSEWHERE in state_dict:
+            raise ValueError(
+                "asked to load states of a checkpoint of offload.TrainerMixin; found that they are "
+                f"in its folder {state_dict[ELSEWHERE]!r}: go on with class "
+                "Trainer(offload.TrainerMixin, transformers.Trainer), or offload.load that folder"
+            )
         groups, saved = self.param_groups, state_dict["param_groups"]
         theirs, mine = ([len(group["params"]) for group in all_] for all_ in (saved, groups))
         if theirs != mine:

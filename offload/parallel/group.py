@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import nn
 
 from cpu_adam.checksum import crc32c
-from offload.config import Config
+from offload.config import Config, warn_user
 from offload.planning.layout import Plan
 from offload.planning.machine import Machine
 from offload.runtime.device import Device
@@ -44,6 +44,9 @@ LOOK_AGAIN_S = 0.1
 PATIENCE_S = 2.0
 """After so long in one wait a rank says that it lives, and looks in the store; the others give it
 twice as long to say so."""
+
+TELL_S = 60.0
+"""After so long the user is told whom a rank waits for."""
 
 _numbers: dict[Any, int] = {}
 """How many models the ranks of a group have attached."""
@@ -93,7 +96,7 @@ class Group:
         """The last that all ranks have taken."""
         self._over: EngineError | None = None
         """What has ended all exchange with the others."""
-        self._checksum = 0
+        self._checksum, self._told = 0, False
 
     @property
     def position(self) -> int:
@@ -293,6 +296,13 @@ class Group:
             return
         self._live()
         self._raise_failed()
+        if waited_s > TELL_S and not self._told:
+            self._told = True
+            warn_user(
+                f"waiting for {self._missing() or 'another rank'} in a collective of the offload "
+                f"engine, up to Config.comm_timeout={self._timeout_s:.0f} s: likely it is slow, "
+                "or waits in a collective of its own while this rank saves alone"
+            )
         if waited_s > self._timeout_s:
             missing = self._missing()
             raise EngineError(
