@@ -149,6 +149,8 @@ def test_the_learning_rate_rises_then_falls():
         short = [train.rate(options.Train(steps=5, warmup=warmup), step) for step in range(5)]
         assert (short[0], short[4]) == (1, pytest.approx(train.LR_FLOOR))
         assert short.count(1) == 1
+    peaks = [train.peak_lr(one) for one in (found, options.Train(size="7b"), options.Train(lr=1))]
+    assert peaks == [2e-3, pytest.approx(1.9e-4, rel=0.02), 1]
 
 
 def test_json_is_one_object_per_step_and_nothing_else(capsys):

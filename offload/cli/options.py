@@ -61,8 +61,9 @@ class Train:
     seq_len: int = 128
     """Bytes of text in a window."""
 
-    lr: float = 2e-3
-    """Learning rate at its highest, after the warmup."""
+    lr: float | None = None
+    """Learning rate at its highest, after the warmup. Default: 0.002 for 10m, and as much less as a
+    larger model is wider."""
 
     warmup: int = 20
     """Steps in which the learning rate rises from 0; after them it falls to a twentieth."""

@@ -28,6 +28,9 @@ from offload.reporting import Run
 from offload.runtime.device import compute_device
 from offload.runtime.stats import Report
 
+LR_10M = 2e-3
+"""Default of the smallest model's peak learning rate."""
+
 LR_FLOOR = 0.05
 """Share of the peak learning rate that is left at the last step."""
 
@@ -261,9 +264,16 @@ def build(settings: Train) -> tuple[nn.Module, Any]:
         {"params": matrices, "weight_decay": settings.weight_decay},
         {"params": scales, "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.95), eps=1e-8)
+    optimizer = torch.optim.AdamW(groups, lr=peak_lr(settings), betas=(0.9, 0.95), eps=1e-8)
     torch.manual_seed(settings.seed)
     return offload.attach(model, optimizer, settings.placing, initialize=gpt.init)
+
+
+def peak_lr(settings: Train) -> float:
+    """Adam's, in proportion to 1 / width (Yang et al. 2022, arXiv:2203.03466, table 3)."""
+    if settings.lr is not None:
+        return settings.lr
+    return LR_10M * gpt.SIZES["10m"].width / gpt.SIZES[settings.size].width
 
 
 def rate(settings: Train, step: int) -> float:
@@ -281,7 +291,7 @@ def rate(settings: Train, step: int) -> float:
 def _check_finite(loss: float, found: str, settings: Train) -> None:
     if not math.isfinite(loss):
         raise ArithmeticError(
-            f"{found}: training has diverged. Try a lower --lr than {settings.lr:g}, or "
+            f"{found}: training has diverged. Try a lower --lr than {peak_lr(settings):g}, or "
             "--max-grad-norm 1"
         )
 
