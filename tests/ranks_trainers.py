@@ -41,7 +41,8 @@ def launched(rank: int, ranks: int) -> Iterator[None]:
     os.environ |= {"HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     from accelerate.state import AcceleratorState, GradientState
 
-    with warnings.catch_warnings(action="ignore"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         try:
             yield
         finally:

@@ -102,7 +102,8 @@ def test_saved_by_two_and_continued_by_one_and_by_two(
     how, folder = How("frozen", micro=1, dtype=torch.float32), str(tmp_path / "saved")
     went_on = joined(two.run("save", how, folder, ours=ours))
     again = joined(two.run("load", how, folder, 1, ours=ours))
-    with warnings.catch_warnings(action="ignore"):  # That there is no process group.
+    with warnings.catch_warnings():  # That there is no process group.
+        warnings.simplefilter("ignore")
         alone = joined([ranks_jobs.load(0, 1, replace(how, micro=2), folder, 2, ours=ours)])
     assert went_on.keys() == again.keys() == alone.keys()
     for name, value in went_on.items():
