@@ -29,7 +29,6 @@ __all__ = [
     "EngineError",
     "Report",
     "ShardError",
-    "SharedBudget",
     "TrainerMixin",
     "attach",
     "detach",
@@ -63,7 +62,6 @@ if TYPE_CHECKING:
     from offload.planning.planner import BudgetError
     from offload.pretrained import from_pretrained
     from offload.runtime.entry import EngineError
-    from offload.runtime.shared_budget import SharedBudget
     from offload.runtime.stats import Report
     from offload.sleeping import sleep, wake
     from offload.trainer_mixin import TrainerMixin
@@ -77,7 +75,7 @@ else:
     _HOMES |= dict.fromkeys(("gathered", "local"), "parallel")
     _HOMES |= {"ShardError": "parallel.flat_shard"}
     _HOMES |= {"TrainerMixin": "trainer_mixin"}
-    _HOMES |= {"SharedBudget": "runtime.shared_budget", "sleep": "sleeping", "wake": "sleeping"}
+    _HOMES |= {"sleep": "sleeping", "wake": "sleeping"}
 
     def __getattr__(name):
         if name not in _HOMES:

@@ -42,13 +42,11 @@ from offload.planning.machine import (
     ranks_of_job,
 )
 from offload.planning.planner import remarks
-from offload.planning.tiers import TIERS
 from offload.program.ops import Value
 from offload.runtime.device import CPU, Device, compute_device
 from offload.runtime.entry import entry
 from offload.runtime.memory import Memory, zeros_on
 from offload.runtime.runner import Pace, Runner
-from offload.runtime.shared_budget import SharedBudget
 from offload.runtime.stats import Trace
 from offload.runtime.store import Store
 from offload.runtime.torch_internals import local_part, no_trap
@@ -70,7 +68,6 @@ def attach(
     mesh: Any = None,
     initialize: Callable[[nn.Module], object] | None = None,
     read: Values | None = None,
-    budget: SharedBudget | None = None,
     machine: Machine | None = None,
     pace: Pace | None = None,
 ) -> tuple[nn.Module, Any]:
@@ -90,7 +87,6 @@ def attach(
             have memory; default: the module's own `reset_parameters()`.
         read: in its place, at any size of a unit: `read("model", name, start, count)` gives so many
             values of a parameter, 1-D in CPU memory; those of one are asked for in order.
-        budget: shared with other models; what is left of it limits what `config` asks.
         machine: what there is, in place of what this host has.
         pace: when an op may end, for tests that imitate slower hardware.
 
@@ -109,7 +105,6 @@ def attach(
     if not all(engine.runner.closed for engine in engines):
         gc.collect()  # One that was dropped, but not closed, has its memory until then.
     device, groups = compute_device(), partition(model)
-    config = config if budget is None else budget.narrowed(config)
     group, split = _group_of(mesh, device, config), _split_of(model, mesh, device, config)
     found = machine or _machine(device, config, group)
     _tell_of_no_group(optimizer, groups)
@@ -123,7 +118,7 @@ def attach(
         if config.durable is not None:
             directory = run_directory(config.durable, group, resume=config.resume)
             failed.enter_context(closing(directory))
-        how = budget, initialize or methodcaller("reset_parameters"), read, directory, group, split
+        how = initialize or methodcaller("reset_parameters"), read, directory, group, split
         made = _Attaching(model, optimizer, config, groups, placed, device, *how).attach(pace)
         if directory is not None and made[1] is not None:
             _go_on(model, made[1], directory, config)
@@ -303,7 +298,6 @@ class _Attaching:
     groups: list[Group]
     plan: Plan
     device: Device
-    budget: SharedBudget | None
     initialize: Callable[[nn.Module], object]
     read: Values | None
     directory: RunDirectory | None
@@ -328,10 +322,6 @@ class _Attaching:
         alone = self.group is None
         runner = taken() if alone else self.group.all_or_none(taken, methodcaller("close"))
         try:
-            if self.budget is not None:
-                share = self.budget.share()
-                share({tier: self.plan.taken_bytes(tier) for tier in TIERS})
-                runner.share = share
             self._fill(runner)
             made = self._start(runner)
         except BaseException as error:

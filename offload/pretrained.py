@@ -26,7 +26,6 @@ from offload.checkpoint.shards import WEIGHTS, SetsReader, head_of, index_of, jo
 from offload.config import Config, warn_user
 from offload.model.checks import check_arguments
 from offload.planning.tiers import format_bytes
-from offload.runtime.shared_budget import SharedBudget
 
 WINDOW_BYTES = 256 << 20
 """Most memory beside the budgets."""
@@ -45,7 +44,6 @@ def from_pretrained(
     *,
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
     prepare: Callable[[nn.Module], nn.Module] | None = None,
-    budget: SharedBudget | None = None,
     **options: Any,
 ) -> tuple[Any, Any]:
     """Load a model of Hugging Face from a folder of safetensors straight into the tiers.
@@ -68,7 +66,6 @@ def from_pretrained(
         optimizer: makes that of the model, whose weights have no values yet; None serves it.
         prepare: what is done to the model before that, such as
             `lambda model: get_peft_model(model, LoraConfig(...))`; it sees weights full of NaN.
-        budget: shared with other models.
         options: what transformers' `from_pretrained` takes besides: `dtype`, `num_labels`...
 
     Returns:
@@ -101,7 +98,7 @@ def from_pretrained(
             source.keys[f"{paths.get(module)}.{at}".lstrip(".")] = key
         made = None if optimizer is None else _returned("optimizer", optimizer(model))
         model.train(made is not None)
-        return attach(model, made, config, read=source.values, budget=budget)
+        return attach(model, made, config, read=source.values)
 
 
 def _check_arguments(kind: Any, folder: Any, config: Any, optimizer: Any, prepare: Any) -> None:

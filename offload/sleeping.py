@@ -82,7 +82,6 @@ def sleep(model: nn.Module, tier: Literal["cpu", "nvme"] = "cpu") -> None:
         for given in area.given:
             runner.memory.give_back(given)
         runner.swap_area = area
-        area.hold(awake=False)
 
 
 @entry
@@ -92,7 +91,7 @@ def wake(model: nn.Module) -> None:
     Raises:
         ValueError: the model is not attached.
         RuntimeError: it is not asleep.
-        BudgetError, MemoryError: others have the memory; the model sleeps on.
+        MemoryError: others have the memory; the model sleeps on.
         OSError: the drive failed; the model sleeps on.
     """
     engine = engine_of(model)
@@ -138,7 +137,6 @@ def _put_away(engine: Engine, area: SwapArea) -> SwapArea:
 def _taken_back(engine: Engine, area: SwapArea) -> list[tuple[Value, int, torch.Tensor]]:
     """Take the memory, and put the values of the area there; gives those of resident units."""
     runner, fresh = engine.runner, list[tuple[Value, int, torch.Tensor]]()
-    area.hold(awake=True)
     try:
         for tier in area.given:
             runner.memory.take(tier)
@@ -239,7 +237,6 @@ class SwapArea:
                 f"{format_bytes(budget)}: attach with {field} of {needed} or more, or sleep in the "
                 "other tier"
             )
-        self.hold(awake=True)
         try:
             if directories and self.bytes:
                 units, chunks = self._plan.profile.units, self._plan.sizes.chunks
@@ -255,21 +252,11 @@ class SwapArea:
             if self._plan.home(kind, unit).tier in self.given and self._plan.bytes_of(kind, unit):
                 yield Value(kind, unit)
 
-    def hold(self, *, awake: bool) -> None:
-        """Take of a shared budget the swap area, and what the plan has in the tiers that are there:
-        `awake`, or about to be, in all. Raises BudgetError where others have it."""
-        if self._runner.share is not None:
-            there = [tier for tier in TIERS if awake or tier not in self.given]
-            wanted = {tier: self._plan.taken_bytes(tier) for tier in there}
-            wanted[self._tier] += self.bytes
-            self._runner.share(wanted)
-
     def sleep_on(self) -> None:
         """Give back what was taken to wake."""
         for tier in self.given:
             if tier in self._runner.memory.arenas:
                 self._runner.memory.give_back(tier)
-        self.hold(awake=False)
 
     def put(self, value: Value, content: torch.Tensor) -> None:
         """Keep the bytes of a value."""
@@ -294,5 +281,3 @@ class SwapArea:
         self._memory, self.bytes = {}, 0
         if self._store is not None:
             self._store.close()
-        if self._runner.swap_area is None:
-            self.hold(awake=True)

@@ -91,21 +91,11 @@ def test_parameters_that_share_memory_are_refused(kind: str, cut: slice) -> None
 # Layouts.
 
 
-def transposed(p: nn.Parameter) -> None:
-    p.data = p.data.t()
-
-
-def restrided(p: nn.Parameter) -> None:
-    with torch.no_grad():
-        p.as_strided_((4, 4), (1, 4))
-
-
-@pytest.mark.parametrize("change", [transposed, restrided])
-def test_another_layout_at_the_same_address_is_seen(change: Callable[..., None]) -> None:
+def test_another_layout_at_the_same_address_is_seen() -> None:
     results = []
     for build in (torch.optim.AdamW, CPUAdam):
         p, optimizer = stepped(4, 4, build=build)
-        change(p)
+        p.data = p.data.t()
         p.grad = torch.arange(16.0).view(4, 4) - 5
         optimizer.step()
         results.append(p.detach())

@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -216,26 +217,18 @@ def test_closed_in_its_sleep(tmp_path: Path) -> None:
         run.loss()
 
 
-# -- a shared budget ----------------------------------------------------------------------------
+def test_policy_and_reference_in_one_graph(tmp_path: Path) -> None:
+    """The bits of the same without an engine."""
 
-
-def test_policy_and_reference_share_a_budget(tmp_path: Path) -> None:
-    """Two models in one graph and one budget: the bits of the same without an engine."""
-
-    def losses(budget: offload.SharedBudget | None) -> list[float]:
+    def losses(*, attached: bool) -> list[float]:
         policy, reference = small(torch.bfloat16), small(torch.bfloat16)
         optimizer: Any = adamw(policy)
-        if budget is None:
-            optimizer = alone(optimizer)
+        if attached:
+            placed = config(("cpu", "device", "nvme"), tmp_path)
+            _, optimizer = offload.attach(policy, optimizer, placed)
+            offload.attach(reference, None, replace(placed, params="nvme"))
         else:
-            asked = offload.Config(nvme_path=str(tmp_path))
-            half = replace(asked, device_memory="300KiB", cpu_memory="1MiB")
-            _, optimizer = offload.attach(policy, optimizer, half, budget=budget)
-            offload.attach(reference, None, asked, budget=budget)
-            engines = [offload.engine_of(model) for model in (policy, reference)]
-            taken = [engine.plan.taken_bytes("device") for engine in engines]
-            assert 0 < sum(taken) <= 600 << 10
-            assert budget.left("device") == (600 << 10) - sum(taken)
+            optimizer = alone(optimizer)
         found = []
         for seed in range(3):
             logits = policy(tokens(seed)).float().log_softmax(-1)
@@ -246,59 +239,42 @@ def test_policy_and_reference_share_a_budget(tmp_path: Path) -> None:
             optimizer.step()
             optimizer.zero_grad()
             found.append(loss.item())
-        if budget is not None:
+        if attached:
             optimizer.engine.close()
             offload.detach(reference)
-            assert budget.left("device") == 600 << 10
         return found
 
-    shared = offload.SharedBudget(device_memory="600KiB", cpu_memory="2MiB", nvme_space="8MiB")
-    assert losses(shared) == losses(None)
+    assert losses(attached=True) == losses(attached=False)
 
 
 def test_one_sleeps_where_the_other_works(tmp_path: Path) -> None:
-    shared = offload.SharedBudget(device_memory="800KiB", cpu_memory="4MiB")
-    asked = config(RESIDENT, tmp_path, device_memory="800KiB", cpu_memory="4MiB")
-    one, other = small(), small()
-    _, optimizer = offload.attach(one, adamw(one), asked, budget=shared)
-    torch_step(one, optimizer)
-    with pytest.raises(offload.BudgetError, match="does not fit"):
-        offload.attach(other, adamw(other), asked, budget=shared)
-    offload.sleep(one)
-    _, second = offload.attach(other, adamw(other), asked, budget=shared)
-    torch_step(other, second)
-    with pytest.raises(offload.BudgetError, match=r"left of a shared device_memory of 800\.00 KiB"):
-        offload.wake(one)
-    offload.sleep(other)
-    offload.wake(one)
-    assert torch_step(one, optimizer, 8) != torch_step(one, optimizer, 8)
-    offload.sleep(one)
-    offload.wake(other)
-    torch_step(other, second)
-    for engine in (optimizer.engine, second.engine):
-        engine.close()
-    assert (shared.left("device"), shared.left("cpu")) == (800 << 10, 4 << 20)
-    assert shared.left("nvme") is None
+    asked, pairs = config(RESIDENT, tmp_path), [(one := small(), adamw(one)) for _ in range(2)]
+    attached = []
+    for model, optimizer in pairs:
+        attached.append((model, offload.attach(model, optimizer, asked)[1]))
+        torch_step(*attached[-1])
+        offload.sleep(model)
+    found = []
+    for model, optimizer in 2 * attached:
+        offload.wake(model)
+        found.append(torch_step(model, optimizer, 8))
+        offload.sleep(model)
+    assert found[:2] == [found[0]] * 2 != found[2:] == [found[2]] * 2
+    for _, optimizer in attached:
+        optimizer.engine.close()
 
 
-def test_what_an_engine_held_is_the_others_whatever_fails_at_its_end(
+def test_memory_is_given_back_whatever_fails_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shared = offload.SharedBudget(device_memory="800KiB", cpu_memory="4MiB")
     model = small()
-    asked = config(("cpu", "cpu", "nvme"), tmp_path, device_memory="800KiB", cpu_memory="4MiB")
-    _, optimizer = offload.attach(model, adamw(model), asked, budget=shared)
+    _, optimizer = offload.attach(model, adamw(model), config(("cpu", "cpu", "nvme"), tmp_path))
     runner = optimizer.engine.runner
-
-    def fails() -> None:
-        raise OSError("on purpose")
-
-    monkeypatch.setattr(runner.store, "close", fails)
+    monkeypatch.setattr(runner.store, "close", Mock(side_effect=OSError("on purpose")))
     with pytest.raises(OSError, match="on purpose"):
         optimizer.engine.close()
     monkeypatch.undo()
     runner.store.close()
-    assert (shared.left("device"), shared.left("cpu")) == (800 << 10, 4 << 20)
     assert [arena.tensor.numel() for arena in runner.memory.arenas.values()] == [0, 0]
 
 

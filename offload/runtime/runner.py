@@ -34,7 +34,6 @@ from offload.runtime.entry import EngineError
 from offload.runtime.memory import Memory, host_tensor
 from offload.runtime.native import Native, native_runner
 from offload.runtime.reference import Reference
-from offload.runtime.shared_budget import Share
 from offload.runtime.stats import LaneStats, Trace
 from offload.runtime.store import Store
 from offload.runtime.works import Work, Works
@@ -77,7 +76,6 @@ class Runner:
         self.plan, self.memory, self.store, self.device = plan, memory, store, device
         self.swap_area: Any = None
         """Where the values are while the engine sleeps."""
-        self.share: Share | None = None
         """What it holds of a budget that engines share."""
         self._kept = dict[Hashable, Any]()
         """Phases and works that come again, until the memory of the tiers is given back."""
@@ -295,8 +293,6 @@ class Runner:
     def _release(self) -> None:
         """Let go of everything, whatever fails on the way."""
         with ExitStack() as each:
-            if self.share is not None:
-                each.callback(self.share, {})
             each.callback(self.memory.close)
             if self.swap_area is not None:
                 each.callback(self.swap_area.close)
