@@ -128,11 +128,11 @@ class Reader:
         self._free: list[Bytes] = []
         self.let_go()
 
-    def let_go(self) -> None:
-        """Give the memory of all blocks back, until more is read."""
+    def let_go(self, blocks: int = BLOCKS) -> None:
+        """Give the memory of all blocks back, until more is read into so many new ones."""
         wait_all(ticket for _, ticket in self._held.values())
         self._held.clear()
-        self._free = [_block(BLOCK_BYTES) for _ in range(BLOCKS)]  # Untouched, so none is taken.
+        self._free = [_block(BLOCK_BYTES) for _ in range(blocks)]  # Untouched, so none is taken.
 
     def read(self, at: int, into: Bytes) -> None:
         """Copy the bytes from offset `at` on.
@@ -175,7 +175,7 @@ class Reader:
 
     def close(self) -> None:
         """Wait for what is under way, and close."""
-        wait_all(ticket for _, ticket in self._held.values())
+        self.let_go(blocks=0)
         self._file.close()
 
 

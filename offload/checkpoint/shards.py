@@ -349,9 +349,10 @@ class SetsReader:
 def read_json(path: str) -> dict[str, Any]:
     """The object in a file of JSON, which is refused where it is none, or too large."""
     with open(path, "rb") as file:
-        text = file.read(JSON_BYTES_MAX + 1)
+        small = os.fstat(file.fileno()).st_size <= JSON_BYTES_MAX
+        text = file.read() if small else b"null"  # A bound given to read() is allocated at once.
     try:
-        found = json.loads(text) if len(text) <= JSON_BYTES_MAX else None
+        found = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: no JSON where it should be: {error}") from error
     if not isinstance(found, dict):
