@@ -13,11 +13,12 @@ others have taken leaves it asleep. Graphs from before are invalid: torch refuse
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
 
+from offload.checkpoint.saving import settle
 from offload.config import BUDGETS
 from offload.model.access import ParameterAccess
 from offload.model.engine import Engine, engine_of
@@ -102,6 +103,8 @@ def wake(model: nn.Module) -> None:
             raise RuntimeError(
                 "offload.wake: the model is not asleep: offload.sleep(model) goes first"
             )
+        if engine.ranks is not None:
+            engine.ranks.failed(False)
         fresh = _on_all_ranks(engine, lambda: _taken_back(engine, area), lambda _: area.sleep_on())
         for value, index, found in fresh:  # Of each unit the weights come first.
             parameter = engine.units[value.unit].parameters[index]
@@ -118,7 +121,8 @@ def _on_all_ranks(
     engine: Engine, make: Callable[[], _Made], undo: Callable[[_Made], None]
 ) -> _Made:
     """What `make` gives, where it does so on all ranks that share the model."""
-    return make() if engine.ranks is None else engine.ranks.all_or_none(make, undo)
+    every: Any = engine.ranks and engine.ranks.group
+    return every.all_or_none(make, undo) if every else make()  # type: ignore[no-any-return]
 
 
 def _put_away(engine: Engine, area: SwapArea) -> SwapArea:
@@ -158,9 +162,9 @@ def _let_go_of_all(engine: Engine) -> None:
     engine.end_pass(finished=False)
     engine.snapshots.boundary()
     engine.gradients.let_go()
+    settle(engine)  # Until here other ranks may be in a forward, which this one serves.
     engine.gradients.forget_places()
     engine.passes.forget()
-    engine.runner.idle()
     engine.runner.forget()
     for unit in engine.units:
         unit.close()

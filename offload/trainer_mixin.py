@@ -33,7 +33,7 @@ class TrainerMixin(_Trainer):  # type: ignore[misc]
         super().__init_subclass__(**options)
         first = cls.__mro__[: cls.__mro__.index(TrainerMixin)]
         for one in first:
-            if "save_model" in vars(one) and not issubclass(one, TrainerMixin):
+            if "_wrap_model" in vars(one) and not issubclass(one, TrainerMixin):
                 name, other = cls.__name__, one.__name__
                 raise TypeError(
                     f"class {name}: found TrainerMixin after {other}, whose methods go first then: "

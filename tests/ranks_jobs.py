@@ -236,16 +236,19 @@ def _steps(
             loss.backward()
             losses.append(loss.item())
         if "micro_batches" not in how.config:
-            rest(model, how)
+            rest(model, how, rank)
         optimizer.step()
         optimizer.zero_grad()
-        rest(model, how)
+        rest(model, how, rank)
     return losses
 
 
-def rest(model: Any, how: How) -> None:
-    """Let a model sleep and wake, where it is asked for."""
+def rest(model: Any, how: How, rank: int = 0) -> None:
+    """Let a model sleep and wake, where it is asked for, some ranks later than others."""
     if how.sleeps != "never":
+        with torch.no_grad():
+            for _ in range(rank if how.kind == "generates" else 0):
+                how.loss(model, rank)
         offload.sleep(model, how.sleeps)
         offload.wake(model)
 

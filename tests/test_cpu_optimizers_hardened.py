@@ -70,9 +70,6 @@ def test_gradients_are_taken_as_they_read(kind: str) -> None:
         results.append(p.detach())
         assert cpu_adam.sum_of_squares(x) == float(x.double().square().sum())
     assert_same(results[:1], results[1:])
-    into = torch.zeros(8)
-    cpu_adam.accumulate(into, gradient)
-    assert_same([into], [torch.zeros(8).add(gradient)])
 
 
 @pytest.mark.parametrize("cut", [slice(0, 40), slice(8, 48), slice(47, 48)])
@@ -120,16 +117,13 @@ def _short(p: nn.Parameter) -> None:
 
 
 @pytest.mark.parametrize("spoil", [_double, _short])
-@pytest.mark.parametrize("steps", [0, 2])
 @every_optimizer
 def test_a_gradient_that_does_not_fit_changes_nothing(
-    kind: str, steps: int, spoil: Callable[[nn.Parameter], None]
+    kind: str, spoil: Callable[[nn.Parameter], None]
 ) -> None:
     params = contiguous([*parameters(), *parameters(torch.bfloat16)])
     optimizer = OURS[kind](params)
-    run(optimizer, max(steps, 1))
-    if not steps:
-        optimizer.state.clear()
+    run(optimizer, 2)
     before = [x.clone() for x in tensors_of(optimizer)]
     spoil(params[5])
     with pytest.raises(ValueError, match=FOUR_PARTS):

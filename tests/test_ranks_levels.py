@@ -30,9 +30,10 @@ FACTORS = {
     "shard": ("2", "3", "1"),
     "place": ("cpu", "device", "nvme", "auto"),
     "states": ("exact", "compact", "fp32"),
-    "kind": ("plain", "tied", "experts", "frozen", "unused", "twice"),
+    "kind": ("plain", "tied", "experts", "frozen", "unused", "twice", "generates"),
     "gradients": ("param", "fp32"),
     "norm": ("0.5", "none"),
+    "sleeps": ("never", "cpu"),
 }
 CASES = pairwise(FACTORS, lambda one, other: False)
 
@@ -62,7 +63,7 @@ def test_rows_train_as_one_process_does(worlds: Worlds, case: Case, tmp_path: Pa
     config["states"] = "compact" if case["states"] == "compact" else "exact"
     mesh = tuple(int(size) for size in case["mesh"].split("x"))
     dtype = torch.float32 if case["states"] == "fp32" else torch.bfloat16
-    how = How(case["kind"], dtype, int(case["micro"]), 5, "AdamW", config, mesh)
+    how = How(case["kind"], dtype, int(case["micro"]), 5, "AdamW", config, mesh, case["sleeps"])
     assert_as_one(worlds(4).run("train", how), how)
 
 

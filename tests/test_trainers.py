@@ -78,10 +78,11 @@ def test_the_trainer_of_hugging_face(tmp_path: Path) -> None:
 
 
 def test_the_mixin_says_how_it_is_used() -> None:
-    other: Any = type("Other", (), {"save_model": None, "create_optimizer": None})
+    other: Any = type("Other", (), {"_wrap_model": None, "create_optimizer": None})
     with pytest.raises(TypeError, match=r"write class Mine\(offload.TrainerMixin, Other\)"):
         type("Mine", (other, offload.TrainerMixin), {})
-    mine: Any = type("Mine", (offload.TrainerMixin, other), {})()
+    own: Any = type("Own", (), {"save_model": None})  # Of the user's, which may call super().
+    mine: Any = type("Mine", (own, offload.TrainerMixin, other), {})()
     mine.optimizer, (mine.model, _) = None, offload.attach(nn.Linear(2, 2), None)
     with pytest.raises(ValueError, match=r"write Trainer\(..., optimizers=\(optimizer, None\)\)"):
         mine.create_optimizer()

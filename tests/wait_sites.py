@@ -233,8 +233,8 @@ WAITS = (
         ("test_program",),
     ),
     Wait(
-        "sleep: for all that is under way",
-        "sleeping",
+        "sleep and save: for all that is under way",
+        "checkpoint/saving",
         "    engine.runner.idle()\n",
         "",
         ("test_sleep",),

@@ -229,8 +229,8 @@ def _engine_of(model: nn.Module, optimizer: Optimizer | None, scheduler: Any) ->
             f"asked for scheduler={reprlib.repr(scheduler)}; found no scheduler; give one that was "
             "made of the optimizer; data of your own goes in user="
         )
-    of = getattr(scheduler, "optimizer", None)
-    if of is not None and of.param_groups is not optimizer.param_groups:  # type: ignore[union-attr]
+    of, mine = getattr(scheduler, "optimizer", None), getattr(optimizer, "param_groups", None)
+    if isinstance(of, torch.optim.Optimizer) and of.param_groups is not mine:
         raise ValueError(
             f"asked for a {type(scheduler).__name__}; found that it is of another optimizer, whose "
             "learning rate it changes; make it of the one that attach took or returned"

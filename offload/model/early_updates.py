@@ -112,7 +112,7 @@ class EarlyUpdates:
                 "and step(), but updates had begun with the earlier values: put them back, call "
                 "step() again and change them after it, or leave Config.micro_batches out"
             )
-        self._early_steps += not self._said and self._finished < (self._number or 0)
+        self._early_steps += not self._said and 0 < self._finished < (self._number or 0)
         self.begun, self._finished_before, self._finished = {}, self._finished, 0
         self._said = False
         return {unit: steps for unit, steps in step.items() if unit not in begun}
@@ -123,7 +123,7 @@ class EarlyUpdates:
         return (
             f"steps that came after fewer than Config.micro_batches={self._number} backwards: "
             f"{self._early_steps}; in them no update began inside backward: likely the loop, or "
-            "trainer, has another number"
+            "trainer, has another number, or less at the end of an epoch"
             if self._early_steps
             else None
         )

@@ -88,11 +88,6 @@ class Ranks:
         """Meet in a save, load, sleep or wake; whether it has failed on any rank."""
         return any(one.payload for one in self.collectives.meet(Kind.SAVE, 0, mine))
 
-    def all_or_none(self, make: Callable[[], Any], undo: Callable[[Any], object]) -> Any:
-        """What `make` gives, where it does so on all ranks, which come for the same."""
-        self.failed(False)
-        return self.group.all_or_none(make, undo)
-
     @contextmanager
     def gathered(
         self, places: Sequence[tuple[int, int]], source: int | None, states: bool
