@@ -130,13 +130,9 @@ def test_few_files_of_a_set_have_memory(save: Path, monkeypatch: pytest.MonkeyPa
             super().read(*given)
             most = max(most, len(having) - 1)
 
-        def let_go(self) -> None:
+        def let_go(self, **given: int) -> None:
             having.discard(self.path)
-            super().let_go()
-
-        def close(self) -> None:
-            having.discard(self.path)
-            super().close()
+            super().let_go(**given)
 
     monkeypatch.setattr(aio, "Reader", Counted)
     assert inspect(save).broken == []
