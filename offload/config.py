@@ -116,9 +116,11 @@ class Config:
     """Keep the last operations in memory for `offload report`: some megabytes, and far below a
     hundredth of the time."""
 
-    def __new__(cls, *_: object, **given: object) -> Config:
+    def __new__(cls, *unnamed: object, **given: object) -> Config:
         """Refuse what is no field, and name one that is."""
         known = cls.__dataclass_fields__
+        if unnamed:
+            raise TypeError(f"Config({unnamed[0]!r}): fields go by name, as Config(params='cpu')")
         for name in given.keys() - known.keys():
             near = difflib.get_close_matches(name, known, 1, 0.5)
             told = f"likely meant: {near[0]}" if near else f"it has {', '.join(known)}"

@@ -121,7 +121,7 @@ def test_settings_of_the_engine_count(capsys: Any) -> None:
 REFUSED = {
     "--model 7c": "model '7c': expected 1b, 7b",
     "--machine dgx": "machine 'dgx': expected dgx-h100",
-    "--machine none.json": "none.json: No such file",
+    "--machine none.json": "none.json: No such file or directory: likely misspelt",
     "--nodes 0": "--nodes 0: expected 1 or more",
     "--gpus 2": "--gpus 2: workstation has 1",
     "--batch 4096": "activations take about 4.34 TiB of a GPU with 22.35 GiB: give a smaller",

@@ -177,6 +177,8 @@ def test_refusals_name_the_field(wrong: dict[str, object], text: str) -> None:
 def test_an_unknown_field_is_refused_and_likely_ones_are_named(name: str, text: str) -> None:
     with pytest.raises(TypeError, match=text):
         Config(**{name: 1})
+    with pytest.raises(TypeError, match=f"Config.'{name}'.: fields go by name"):
+        Config(name)  # type: ignore[misc]
 
 
 def test_a_home_directory_in_a_path(monkeypatch: pytest.MonkeyPatch) -> None:

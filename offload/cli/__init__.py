@@ -6,6 +6,7 @@ What a user can cause is `BadInput`, with nothing begun or written; a signal is 
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import io
 import os
@@ -118,6 +119,8 @@ def bad_input() -> Iterator[None]:
         path, told = error.filename, error.strerror
         if told is None or path is None:
             raise BadInput(str(error)) from error
+        if told == os.strerror(errno.ENOENT):
+            told += ": likely misspelt, or of another directory"
         raise BadInput(told if str(path) in told else f"{path}: {told}") from error
     except ValueError as error:
         raise BadInput(str(error)) from error
