@@ -40,7 +40,7 @@ class TrainerMixin(_Trainer):  # type: ignore[misc]
                     f"write class {name}(offload.TrainerMixin, {other})"
                 )
 
-    def create_optimizer(self, *args: Any) -> Any:
+    def create_optimizer(self, *args: Any, **options: Any) -> Any:
         """Refuse to make another optimizer than that of an attached model."""
         if self.optimizer is None and self.model in attached:
             raise ValueError(
@@ -48,7 +48,7 @@ class TrainerMixin(_Trainer):  # type: ignore[misc]
                 "one that is not the engine's: write Trainer(..., optimizers=(optimizer, None)) "
                 "with the one that attach returned"
             )
-        return super().create_optimizer(*args)
+        return super().create_optimizer(*args, **options)
 
     def _ranks(self) -> Any:
         return engine_of(self.model).ranks if self.model in attached else None
