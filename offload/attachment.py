@@ -151,7 +151,7 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Co
 def _machine(device: Device, config: Config, group: Any) -> Machine:
     """What there is, on every rank of a group."""
     found = partial(probe, config.nvme_path, device_free_bytes=device.free_bytes())
-    return found() if group is None else group.least(group.all_or_none(found, id))  # type: ignore
+    return found() if group is None else group.least(group.all_or_none(found))  # type: ignore
 
 
 def _tell_of_no_group(optimizer: torch.optim.Optimizer | None, groups: Sequence[Group]) -> None:

@@ -99,11 +99,11 @@ def planned_alike(
 
     if config.shard != 3:
         try:
-            return group.all_or_none(most, id)  # type: ignore[no-any-return]
+            return group.all_or_none(most)  # type: ignore[no-any-return]
         except (BudgetError, RuntimeError):
             if config.shard != "auto":
                 raise
-    return group.all_or_none(least, id)  # type: ignore[no-any-return]
+    return group.all_or_none(least)  # type: ignore[no-any-return]
 
 
 def spills(keeping: Plan, other: Callable[[], Plan]) -> bool:

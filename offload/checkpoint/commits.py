@@ -328,7 +328,7 @@ class RankDirectory(RunDirectory):
 
     def all_or_none(self, make: Callable[[], object]) -> None:
         """Make it on all of them, or on none."""
-        self._group.all_or_none(make, undo=id)
+        self._group.all_or_none(make)
 
     def begin(self) -> dict[str, Any]:
         """The next number, with which the commit is told from others."""

@@ -47,7 +47,7 @@ def write_together(
                 failed.append(error)
         for _ in parts:
             pass  # Until all ranks know.
-    group.all_or_none(partial(_raise_first, failed), undo=id)
+    group.all_or_none(partial(_raise_first, failed))
 
 
 def read_together(engine: Engine, reader: SetsReader, read: Callable[[], object]) -> None:
@@ -57,7 +57,7 @@ def read_together(engine: Engine, reader: SetsReader, read: Callable[[], object]
         read()
         return
     engine.ranks.failed(False)  # Nothing is changed unless all of them have come here.
-    engine.ranks.group.all_or_none(read, undo=id)
+    engine.ranks.group.all_or_none(read)
     reader.check(engine.ranks.group.all_objects(reader.parts))
 
 

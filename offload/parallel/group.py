@@ -114,7 +114,9 @@ class Group:
         )
         return least
 
-    def all_or_none(self, make: Callable[[], Made], undo: Callable[[Made], object]) -> Made:
+    def all_or_none(
+        self, make: Callable[[], Made], undo: Callable[[Made], object] = lambda _: None
+    ) -> Made:
         """What `make` gives, where it does so on all ranks; else each of them raises."""
         failed, made = None, list[Made]()
         try:
