@@ -396,9 +396,10 @@ def pipeline(rank: int, ranks: int, schedule: str, attached: bool, micro: int) -
         made.step(given[mine].flatten(0, 1)) if at == 0 else made.step(
             target=wanted[mine].flatten(0, 1), losses=[]
         )
-        for _, optimizer in pairs:
+        for model, optimizer in pairs:
             optimizer.step()
             optimizer.zero_grad()
+            rest(model, How(sleeps="cpu" if attached else "never"))
     if not attached:
         return [one.detach() for model, _ in pairs for one in model.parameters()]
     engines = [offload.engine_of(model) for model, _ in pairs]
