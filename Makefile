@@ -13,6 +13,9 @@ test test-slow ranks ranks-all parity acceptance: export PYTHONDONTWRITEBYTECODE
 # drive, a thread or another process.
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(len(os.sched_getaffinity(0)) + 1)' 2>/dev/null || echo auto)
 
+# By which ranks-all draws what is not asked of each case.
+SEED ?= 1
+
 # What must stay true through any change: public API only, both tiers.
 ACCEPTANCE := $(addprefix tests/test_,contract.py exact.py loops.py hf_loops.py trainers.py parity.py \
 	minilm.py compile.py modes.py budgets.py sleep.py process.py without_compiler.py)
@@ -24,6 +27,7 @@ help:
 	@echo "make test       the fast tests (about two minutes on two cores)"
 	@echo "make test-slow  the slow tests, and many examples of those that make their own"
 	@echo "make ranks      one to six ranks against one process (about ten minutes)"
+	@echo "make ranks-all  ranks x micro-batches x shard x placement x format, all of them (half an hour)"
 	@echo "make parity     models x placements x loops, and docs/parity.md (about ten minutes)"
 	@echo "make acceptance what must stay true through any change, both tiers (about half an hour)"
 	@echo "make check      ruff, mypy, sizes and layering"
@@ -45,7 +49,7 @@ ranks: $(READY) $(MODELS)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "slow or not slow" --timeout 400 $(filter-out %_waits.py,$(wildcard tests/test_ranks*.py)) $(ARGS)
 
 ranks-all: $(READY) $(MODELS)
-	OFFLOAD_RANKS_ALL=1 $(BIN)/python -m pytest -m "slow or not slow" --timeout 400 tests/test_ranks*.py $(ARGS)
+	OFFLOAD_RANKS_ALL=$(SEED) $(BIN)/python -m pytest -m slow --timeout 400 tests/test_ranks_many.py $(ARGS)
 
 parity: $(READY) $(MODELS)
 	$(BIN)/python -m pytest -n auto -m slow --timeout 600 tests/test_parity.py $(ARGS)

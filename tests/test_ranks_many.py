@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -47,13 +48,17 @@ def _excluded(one: Setting, other: Setting) -> bool:
     return (one, other) == (("states", "compact"), ("optimizer", "SGD"))
 
 
-def every() -> list[Case]:
-    """All cases, some hours of them."""
-    cases = (dict(zip(FACTORS, values)) for values in product(*FACTORS.values()))
-    return [one for one in cases if (one["states"], one["optimizer"]) != ("compact", "SGD")]
+def every(seed: str) -> list[Case]:
+    """All that the first five factors come to, half an hour of it; the others are drawn by lot."""
+    draw, found = random.Random(seed), list[Case]()
+    for values in product(*[*FACTORS.values()][:5]):
+        case = {name: draw.choice(FACTORS[name]) for name in FACTORS} | dict(zip(FACTORS, values))
+        found.append(case | {"optimizer": "AdamW"} if case["states"] == "compact" else case)
+    return found
 
 
-CASES = every() if os.environ.get("OFFLOAD_RANKS_ALL") else pairwise(FACTORS, _excluded)
+ALL = os.environ.get("OFFLOAD_RANKS_ALL")
+CASES = every(ALL) if ALL else pairwise(FACTORS, _excluded)
 
 
 worlds = worlds_of(1, 2, 3, 4)
