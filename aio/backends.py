@@ -27,8 +27,6 @@ DEPTH, PIECE_BYTES = 16, 4 << 20
 drive busier, and what waits in the engine instead goes on by turns, as reads and writes."""
 THREADS_MAX = 32
 """Threads of the `python` backend, however great the depth."""
-ENGINE_VERSION = 6
-"""Of the compiled engine, as `src/module.cpp` has it."""
 
 _KERNEL = Path("/proc/sys")
 

@@ -17,6 +17,9 @@ DEPTH_MAX = 4096
 PIECE_BYTES_MAX = 1 << 30
 """One call of the system moves at most about 2 GiB on Linux."""
 
+ENGINE_VERSION = 6
+"""Of the compiled engine, as `src/module.cpp` has it."""
+
 
 class Backend(Protocol):
     """What moves the bytes: see `aio.open_backend`."""

@@ -15,9 +15,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from aio import _native
-from aio.backends import ENGINE_VERSION
 from aio.errors import SHORTENED, STOPPED, os_error
-from aio.file import File, check_limits
+from aio.file import ENGINE_VERSION, File, check_limits
 from aio.system import IO
 from aio.transfer import Part, Ticket, asked, check_process, verb
 

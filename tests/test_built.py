@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from aio.backends import ENGINE_VERSION
+from aio.file import ENGINE_VERSION
 from cpu_adam.choice import KERNELS_VERSION
 from offload.runtime.native import RUNNER_VERSION
 from tests.forked import Forked, anew
