@@ -103,7 +103,7 @@ SITES = {
     ),
     "order: the end of a backward, for the ends of forwards": Site("order", "earlier or ", ""),
     "step: for own sums": Site(
-        "gradients", "        self._send_own()\n        super", "        super"
+        "gradients", "        self._send_own()\n        self.coll", "        self.coll"
     ),
     "two levels: for the column, before weights go around in the row": Site(
         "two_level_group",
