@@ -25,7 +25,6 @@ ENGINES = {"io_uring": "io_uring", "linux_aio": "libaio"}
 """fio's engine by backend; with the others nothing is compared."""
 
 FIO_SETTINGS = (Setting(1 << 20, 8), Setting(1 << 20, 32), Setting(4 << 20, 8))
-NO_MORE_BYTES = 1 << 60
 
 
 class Disk(Load):
@@ -34,7 +33,6 @@ class Disk(Load):
     def __init__(self, directory: str, size: int) -> None:
         with contextlib.closing(aio.open_backend()) as opened:
             super().__init__(directory, size, opened.name)
-        self.bytes_written_max = NO_MORE_BYTES
 
     def choose(self) -> None:
         """Take the setting by which fio is fastest. Raises ValueError without fio."""

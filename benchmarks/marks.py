@@ -30,7 +30,7 @@ from offload.planning.layout import Placement, lay_out
 from offload.planning.planner import Grain
 from offload.planning.profile import Sharding, StateChoice
 from offload.planning.tiers import TIERS, Tier
-from offload.planning.transformer import Transformer
+from offload.planning.transformer import gpt
 from offload.program.compile import compile_program
 from offload.program.ops import Verb
 from offload.program.predict import MODEL, Prediction, predict
@@ -226,7 +226,7 @@ def rows() -> Iterator[Row]:
 
 def _pipelined(mark: Mark) -> Row:
     """Of a 3D row, see [Note: How a row is predicted]."""
-    model, cluster, tensor = Transformer.named(mark.model), mark.cluster, mark.tensor
+    model, cluster, tensor = gpt(mark.model), mark.cluster, mark.tensor
     share = TP_SHARE if cluster is A100 else cluster.compute_share
     rate = share * cluster.gpu_flops_per_s
     flops = model.flops(mark.sequence, mark.sequence) / tensor / mark.stages
@@ -240,7 +240,7 @@ def _pipelined(mark: Mark) -> Row:
 
 def _simulated(mark: Mark) -> Row:
     """Of a ZeRO row, see [Note: How a row is predicted]."""
-    model, cluster = Transformer.named(mark.model), mark.cluster
+    model, cluster = gpt(mark.model), mark.cluster
     nodes = -(-mark.gpus // cluster.gpus)
     machine = cluster.machine(nodes, min(mark.gpus, cluster.gpus))
     profile = model.profile(Grain(1 << 24, 8), Sharding(0, mark.gpus))
@@ -252,11 +252,10 @@ def _simulated(mark: Mark) -> Row:
         states=StateChoice(on_accelerator=True),
         early=True,
     )
-    rate, last = cluster.gpu_flops_per_s * cluster.compute_share, len(profile.units) - 1
+    rate = cluster.gpu_flops_per_s * cluster.compute_share
 
     def compute_seconds(unit: int, verb: Verb) -> float:
-        times = 1 if verb is Verb.FORWARD else 3 if 0 < unit < last else 2
-        return times * model.forward_flops(unit, 1, mark.sequence) * mark.tokens / rate
+        return model.flops_of(unit, verb is Verb.BACKWARD, 1, mark.sequence) * mark.tokens / rate
 
     step = predict(compile_program(plan), machine, compute_seconds, tries=False)
     done = model.flops(1, mark.sequence) * mark.tokens

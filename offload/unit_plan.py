@@ -36,7 +36,7 @@ UNIT_COST_BYTES = 256 << 10
 
 def spec_of(
     group: Group,
-    config: Config,
+    gradient_dtype: str,
     chunk_elements: int = CHUNK_ELEMENTS,
     ranks: int = 1,
     *,
@@ -56,7 +56,7 @@ def spec_of(
     return lay_out_unit(
         group.name,
         wanted,
-        gradient_dtype={"param": "param", "fp32": "float32"}[config.gradient_dtype],
+        gradient_dtype=gradient_dtype,
         lasting=group.lasting,
         backward=group.backward,
         chunk_elements=chunk_elements,
@@ -134,7 +134,7 @@ def planned(
     tells what would do where none are fused."""
 
     def profile(groups: list[Group], cut: Grain) -> Profile:
-        how = config, cut.elements, sharding.ranks
+        how = config.gradient_dtype, cut.elements, sharding.ranks
         units = [spec_of(group, *how, trains=trains) for group in groups]
         return profile_of(units, chunk_stages=cut.stages, sharding=sharding)
 

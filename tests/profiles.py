@@ -175,7 +175,7 @@ def units(draw: st.DrawFn, name: str = "unit") -> Unit:
     return lay_out_unit(
         name,
         draw(wanted_parameters(name)),
-        gradient_dtype=draw(st.sampled_from(["param", "float32"])),
+        gradient_dtype=draw(st.sampled_from(["param", "fp32"])),
         lasting=draw(st.integers(0, 4)) == 0,
         backward=draw(st.integers(0, 4)) > 0,
     )

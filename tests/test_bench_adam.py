@@ -17,7 +17,7 @@ from offload.cli.bench_adam import Adam
 from tests.command import assert_refused, run
 
 TINY = ["bench", "adam", "--elements", "8Ki", "--seconds", "0"]
-FLAGS = ["--elements", "--formats", "--threads", "--seconds", "--json", "--no-json"]
+FLAGS = ["--elements", "--formats", "--seconds", "--json", "--no-json"]
 
 
 @pytest.fixture(autouse=True)
@@ -36,19 +36,17 @@ def test_help_says_what_there_is(capsys):
 
 
 def test_json_has_every_figure_and_nothing_else(capsys):
-    cpu_adam.set_threads(None)
-    threads_by_default = cpu_adam.threads()
-    assert run(*TINY, "--json", "--threads", "1") == 0
+    assert run(*TINY, "--json") == 0
     shown = capsys.readouterr()
     found = json.loads(shown.out)
-    assert (found["kind"], found["elements"], found["threads"]) == ("bench adam", 8192, 1)
+    assert (found["kind"], found["elements"]) == ("bench adam", 8192)
+    assert found["threads"] == cpu_adam.threads()
     assert found["kernel"] == cpu_adam.kernel().name
     assert [one["format"] for one in found["figures"]] == [*FORMATS]
     for one in found["figures"]:
         assert bool(one["of_torch"]) == (FORMATS[one["format"]].rule == "adam")
         assert min(one["of_stream"]) > 0
     assert found["figures"][0]["bytes_per_element"] == 26
-    assert cpu_adam.threads() == threads_by_default
 
 
 def test_the_figures_are_plain_and_fit_eighty_columns(capsys):
@@ -65,7 +63,7 @@ def test_a_busy_machine_and_a_missing_kernel_are_told(monkeypatch, capsys):
     monkeypatch.setenv("CPU_ADAM_KERNEL", "python")
     monkeypatch.setattr("cpu_adam.choice._kernel", None)
     monkeypatch.setattr(console.psutil, "cpu_percent", lambda interval: 60.0)
-    assert run(*TINY, "--formats", "exact", "--threads", "1") == 0
+    assert run(*TINY, "--formats", "exact") == 0
     shown = capsys.readouterr()
     assert "note: other programs keep 60% of the processors busy" in shown.err
     assert "note: the Python reference serves" in shown.err
@@ -99,7 +97,6 @@ REFUSED = {
     "bench adm": "there is no benchmark 'adm' (did you mean adam?)",
     "bench adam --elements many": "--elements many: expected a number of parameters, such as 64Mi",
     "bench adam --elements 0": "--elements 0: expected a number of parameters",
-    "bench adam --threads 0": "--threads 0: expected 1 to 1024",
     "bench adam --formats exat": "--formats exat: expected some of exact",
     "bench adam --seconds nan": "--seconds nan: expected 0 to 3600",
     "bench adam 64Mi": "64Mi belongs to no option",
@@ -124,7 +121,7 @@ def test_memory_is_asked_for_before_it_is_taken(monkeypatch, capsys):
 def test_ctrl_c_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(cpu_adam, "update", lambda *_, **__: signal.raise_signal(signal.SIGINT))
     threads = cpu_adam.threads()
-    assert run(*TINY, "--formats", "exact", "--threads", "1") == 130
+    assert run(*TINY, "--formats", "exact") == 130
     told = capsys.readouterr().err.splitlines()
     assert told[-1] == "offload: stopped by Ctrl-C while measuring exact"
     assert cpu_adam.threads() == threads

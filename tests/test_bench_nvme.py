@@ -12,7 +12,7 @@ import pytest
 
 from offload.cli import bench_nvme, console
 from offload.cli.bench_nvme import Found, Nvme, measure
-from offload.cli.drive_load import TURNS, Load, Spent
+from offload.cli.drive_load import TURNS, Load
 from offload.planning.machine import save_speed, saved_speeds
 from tests.command import assert_refused, run
 from tests.drives import DriveIO
@@ -20,9 +20,8 @@ from tests.faults import nothing_leaks
 from tests.profiles import SPEED
 from tests.simulated import SimulatedIO
 
-TINY = ["--size", "2MiB", "--seconds", "0.3", "--writes-max", "256MiB"]
-FLAGS = ["--seconds", "--size", "--writes-max"]
-FLAGS += ["--save", "--no-save", "--json", "--no-json"]
+TINY = ["--size", "2MiB", "--seconds", "0.3"]
+FLAGS = ["--seconds", "--size", "--save", "--no-save", "--json", "--no-json"]
 
 
 @pytest.fixture(autouse=True)
@@ -58,8 +57,8 @@ def test_json_has_every_figure_and_nothing_else(capsys, tmp_path):
     assert found["path"] == str(tmp_path)
     assert list(found["rates"]) == [*TURNS]
     assert all(min(rates) > 0 for rates in found["rates"].values())
-    assert 2 << 20 < found["bytes_written"] <= 256 << 20
-    assert "at most 256MiB to each; the file is gone however this ends" in shown.err
+    assert found["bytes_written"] > 2 << 20
+    assert "the file is gone however this ends" in shown.err
     assert "that of a 7B model in" in found["verdict"]
     assert list(saved_speeds()[0]) or not found["direct"]
     assert set(os.listdir(tmp_path)) <= {"machine.json"}
@@ -91,7 +90,6 @@ REFUSED = {
     "": "found no path",
     "/nonexistent/drive": "/nonexistent/drive: it cannot be used: No such file",
     ". --size many": "'many' is not a size in bytes",
-    ". --size 8MiB --writes-max 9MiB": "--writes-max 9MiB: expected bytes, at least twice --size",
     "/dev/shm": "found /dev/shm, which is memory",
     ". --seconds nan": "--seconds nan: expected 0.1 to 3600\n",
     ". --siz 4GiB": "there is no option --siz (did you mean --size?)",
@@ -107,10 +105,10 @@ def test_what_cannot_be_is_refused_in_one_message(line, expected, monkeypatch, c
 def test_ctrl_c_is_one_line_and_leaves_nothing(monkeypatch, capsys, tmp_path):
     inner = Load.run
 
-    def stopped(self, mode, seconds):
+    def stopped(self, mode, *most):
         if mode == "both":
             signal.raise_signal(signal.SIGINT)
-        return inner(self, mode, seconds)
+        return inner(self, mode, *most)
 
     monkeypatch.setattr(Load, "run", stopped)
     assert command(tmp_path, *TINY) == 130
@@ -132,7 +130,6 @@ def test_the_verdict_is_arithmetic_and_has_its_doubts():
     assert "of a 7B model in 70 s" in told
     assert told.endswith("Each step writes 70 GB.")
     assert "a cache took the writes" in found(read=1e9, write=5e9, both=1e9).verdict
-    assert found(read=1e9).verdict.startswith("/: But no figure for write and both")
 
 
 def test_speeds_are_kept_with_their_doubts(monkeypatch, capsys, tmp_path):
@@ -164,7 +161,6 @@ def load(directory="/simulated", io=None):
 def test_load_on_a_simulated_drive_finds_its_speed():
     with load(io=DriveIO(8e6, 4e6, latency_s=6e-3)) as made:
         assert made.bytes_written == 2 << 20
-        made.bytes_written_max = 1 << 30
         for mode, rate in (("read", 8e6), ("write", 4e6)):
             # A processor that is busy elsewhere makes it slower; nothing makes it faster.
             tries = (made.run(mode, 0.1) for _ in range(20))
@@ -174,22 +170,8 @@ def test_load_on_a_simulated_drive_finds_its_speed():
         assert made.bytes_written > written
 
 
-def few(writes_max):
-    return Nvme(size="2MiB", seconds=0.2, writes_max=writes_max)
-
-
-def test_a_limit_of_writes_holds_and_is_told():
-    one = measure(few("8MiB"), "/x", "python", io=DriveIO(1e9, 1e9))
-    assert one.bytes_written <= 8 << 20
-    one = measure(few("4MiB"), "/x", "python", io=DriveIO(1e9, 1e9))
-    assert one.bytes_written <= 4 << 20
-    assert "read" in one.rates
-    with load(io=DriveIO(1e9, 1e9)) as made, pytest.raises(Spent):
-        made.run("write", 0.1)
-
-
 def test_a_failing_drive_is_an_error_with_nothing_left():
     io = SimulatedIO(0, errors={40: 5})
     with pytest.raises(OSError, match="bytes at offset"):
-        measure(few("256MiB"), "/x", "python", io=io)
+        measure(Nvme(size="2MiB", seconds=0.2), "/x", "python", io=io)
     assert not io.inner.files

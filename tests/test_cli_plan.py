@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from offload.cli import EXIT_BAD_INPUT
+from offload.cli.models import models_of
+from offload.model.units import partition
 from tests.command import run
 from tests.training import some_fast
 
@@ -82,6 +84,40 @@ def test_a_file_that_it_shows_is_a_machine(capsys: Any, tmp_path: Path) -> None:
     assert found(capsys, "--model", "1b", "--machine", str(file)) == one
     file.write_text(json.dumps({"like": "dgx-a100", "gpus": 2}))
     assert found(capsys, "--model", "1b", "--machine", str(file))["ranks"] == 2
+
+
+def test_a_folder_of_hugging_face_is_planned_as_attach_would_cut_it(
+    capsys: Any, tmp_path: Path
+) -> None:
+    transformers: Any = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 256, "num_hidden_layers": 3, "vocab_size": 1000}
+    sizes |= {"intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4}
+
+    def kept(kind: str, **options: Any) -> Any:
+        config = getattr(transformers, f"{kind}Config")(**sizes, **options)
+        config.architectures = [f"{kind}ForCausalLM"]
+        config.save_pretrained(tmp_path / kind)
+        return getattr(transformers, config.architectures[0])(config)
+
+    llama = kept("Llama", tie_word_embeddings=True)
+    mixtral = kept("Mixtral", num_local_experts=8, num_experts_per_tok=2)
+    for model in (llama, mixtral):
+        name = type(model).__name__.removesuffix("ForCausalLM")
+        told = found(capsys, "--model", str(tmp_path / name), "--batch", "2", "--no-recompute")
+        assert told["model"]["parameters"] == sum(p.numel() for p in model.parameters())
+        (one,) = models_of(str(tmp_path / name / "config.json"), "auto", recompute=False)
+        groups = partition(model)
+        assert [unit.name for unit in one.units] == [group.name for group in groups]
+        met = [n for n, p in model.named_parameters() if "embed" not in n and ".experts." not in n]
+        dense = sum(model.get_parameter(n).numel() for n in met)
+        dense += model.lm_head.weight.numel() * (name == "Llama")  # Tied: the embedding's.
+        experts = sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)
+        expected = 3 * 2 * (dense + experts / 4 + 3 * 2 * 64 * 256)
+        assert one.flops(1, 64) == pytest.approx(expected)
+    assert run("plan", "--model", str(tmp_path)) == EXIT_BAD_INPUT
+    assert "found no config.json of Hugging Face" in capsys.readouterr().err
+    assert run("plan", "--model", str(tmp_path / "Llama"), "--parts", "2") == EXIT_BAD_INPUT
+    assert "--parts 2: a folder's model is cut" in capsys.readouterr().err
 
 
 def test_more_nodes_and_faster_ones_train_more_tokens(capsys: Any) -> None:

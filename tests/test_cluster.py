@@ -12,7 +12,7 @@ import pytest
 from offload.planning.cluster import KNOWN, LINK_SHARE, Cluster, cluster_of
 from offload.planning.planner import Grain
 from offload.planning.profile import ALONE, Sharding
-from offload.planning.transformer import PARTS, SHAPES, Transformer
+from offload.planning.transformer import PARTS, SHAPES, gpt
 
 A100 = cluster_of("dgx-a100")
 
@@ -94,23 +94,23 @@ def test_without_a_file_there_is_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", SHAPES)
 def test_models_have_about_as_many_parameters_as_their_names_say(name: str) -> None:
     size = float(name[:-1]) * {"b": 1e9, "t": 1e12}[name[-1]]
-    assert Transformer.named(name).parameters == pytest.approx(size, rel=0.1)
-    assert Transformer.named(name.upper()) == Transformer.named(name)
+    assert gpt(name).parameters == pytest.approx(size, rel=0.1)
+    assert gpt(name.upper()) == gpt(name)
 
 
 def test_layers_and_width_are_a_model_too() -> None:
-    found = Transformer.named("3x64")
+    found = gpt("3x64")
     assert (found.layers, found.hidden) == (3, 64)
     for wrong in ("7c", "3x", "0x64", "3x064x", "12345x1"):
         with pytest.raises(ValueError, match="layers x width such as 96x12288"):
-            Transformer.named(wrong)
+            gpt(wrong)
 
 
 @pytest.mark.parametrize("parts", PARTS)
 @pytest.mark.parametrize("recompute", [False, True])
 def test_work_is_that_of_the_published_formula(parts: int, recompute: bool) -> None:
     """96 b s l h^2 (1 + s / 6h + V / 16 l h), with blocks recomputed."""
-    model = replace(Transformer.named("175b"), parts=parts, recompute=recompute)
+    model = gpt("175b", parts=parts, recompute=recompute)
     tokens, s, h, layers = 3 * 2048, 2048, 12288, 96
     head = 51200 / (16 * layers * h)
     published = 96 * tokens * layers * h**2 * (1 + s / 6 / h + head)
@@ -120,20 +120,20 @@ def test_work_is_that_of_the_published_formula(parts: int, recompute: bool) -> N
 
 @pytest.mark.parametrize("parts", PARTS)
 def test_units_are_named_apart_and_cut_over_ranks(parts: int) -> None:
-    model = replace(Transformer.named("5x64"), parts=parts, vocabulary=1000)
+    model = gpt("5x64", parts=parts, vocabulary=1000)
     alone = model.profile(Grain(), ALONE)
     assert sum(p.elements for u in alone.units for p in u.parameters) == model.parameters
     assert len({unit.name for unit in alone.units}) == len(alone.units) == 5 * parts + 2
     assert alone.backward == alone.forward[:0:-1], "but for the embedding"
     for sharding in (Sharding(0, 4), Sharding(3, 4, keeps=True)):
-        cut = model.profile(Grain(2048, 6), sharding, gradient_dtype="float32")
+        cut = model.profile(Grain(2048, 6), sharding, gradient_dtype="fp32")
         assert (cut.sharding, cut.chunk_stages) == (sharding, 6)
         for unit, full in zip(cut.units, cut.full):
             assert full.gradient_bytes == 2 * full.weight_bytes == 2 * 4 * unit.weight_bytes
 
 
 def test_activations_fall_where_blocks_are_recomputed() -> None:
-    model = Transformer.named("7b")
+    model = gpt("7b")
     kept = replace(model, recompute=False)
     assert model.activation_bytes(2048) < kept.activation_bytes(2048) / 8
     assert model.activation_bytes(4096) == 2 * model.activation_bytes(2048)

@@ -221,7 +221,7 @@ PAGE = results.EXPECTED.read_text("utf-8")
 def test_every_placement_fits_the_machine_that_is_expected(size: str) -> None:
     machine = Machine(device_bytes=139 << 30, cpu_bytes=120 << 30, nvme_bytes=60 * 10**9)
     groups = partition(train.built(train.SHAPES[size], recompute=True))
-    profile = profile_of([spec_of(group, Config(), trains=True) for group in groups])
+    profile = profile_of([spec_of(group, "param", trains=True) for group in groups])
     runs = [run for run in EVERY if run.size == size]
     assert {run.placement for run in runs} > {"device-cpu-cpu", "cpu-cpu-cpu", "torch-fp32"}
     for run in (one for one in runs if one.placement.split("-")[0] not in train.PEERS):

@@ -59,7 +59,7 @@ def small_profiles(draw: st.DrawFn) -> Profile:
     for i in range(draw(st.integers(1, 2))):
         kinds: dict[str, Any] = {
             "dtype": draw(st.sampled_from(["bfloat16", "float32"])),
-            "gradient_dtype": draw(st.sampled_from(["param", "float32"])),
+            "gradient_dtype": draw(st.sampled_from(["param", "fp32"])),
         }
         made.append(
             unit(f"unit{i}", *draw(sizes), frozen=draw(sizes), chunk_elements=2048, **kinds)
@@ -140,7 +140,7 @@ def test_pieces_follow_one_another(one: Unit) -> None:
     assert at == one.weight_bytes
 
 
-@given(wanted_parameters(), st.sampled_from(["param", "float32"]))
+@given(wanted_parameters(), st.sampled_from(["param", "fp32"]))
 @cheap(50)
 def test_all_parameters_are_there(wanted: list[Parameter], gradient_dtype: str) -> None:
     one = lay_out_unit("unit", wanted, gradient_dtype=gradient_dtype)
@@ -148,7 +148,7 @@ def test_all_parameters_are_there(wanted: list[Parameter], gradient_dtype: str) 
     assert found == {(w.name, w.shape, w.dtype, w.trainable) for w in wanted}
     assert len(one.parameters) == len(wanted)
     for segment in one.segments:
-        kept = segment.dtype if gradient_dtype == "param" else gradient_dtype
+        kept = segment.dtype if gradient_dtype == "param" else "float32"
         assert segment.gradient_dtype == kept
 
 

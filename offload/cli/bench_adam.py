@@ -36,7 +36,7 @@ from offload.cli.flags import check_field, parse_flags
 from offload.planning.machine import host_free_bytes
 from offload.planning.tiers import format_bytes, parse_bytes
 
-THREADS_MAX, SECONDS_MAX = 1024, 3600
+SECONDS_MAX = 3600
 SPACE_BYTES = 17 << 12
 ROUNDS_MIN, ROUNDS_MAX = 3, 100
 STEPS_DONE = 9
@@ -53,7 +53,7 @@ HYPERS: Mapping[str, Any] = {
 class Adam:
     """Measure the update of parameters in CPU memory with bf16 gradients: parameters per second by
     state format, as a share of what memory gives, beside torch's fused AdamW. CPU_ADAM_KERNEL
-    names the kernel.
+    names the kernel, CPU_ADAM_THREADS the number of threads.
     """
 
     elements: Annotated[str, tyro.conf.arg(metavar="COUNT")] = "64Mi"
@@ -61,9 +61,6 @@ class Adam:
 
     formats: Annotated[tuple[str, ...], tyro.conf.arg(help_behavior_hint="")] = tuple(FORMATS)
     """Formats of the states. Default: all."""
-
-    threads: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None
-    """Number of threads. Default: one per core."""
 
     seconds: float = 25.0
     """Seconds to measure, about; a few rounds are made however long they take."""
@@ -73,8 +70,6 @@ class Adam:
 
     def __post_init__(self) -> None:
         check_field(self, "elements", self.count > 0, "a number of parameters, such as 64Mi")
-        right = self.threads is None or 1 <= self.threads <= THREADS_MAX
-        check_field(self, "threads", right, f"1 to {THREADS_MAX}")
         check_field(self, "seconds", 0 <= self.seconds <= SECONDS_MAX, f"0 to {SECONDS_MAX}")
         for found in self.formats:
             like = nearest(found, tuple(FORMATS))
@@ -135,7 +130,7 @@ def command(arguments: list[str]) -> None:
             remarks.notes([f"the Python reference serves ({kernel.reason})"])
         if busy := others_percent():
             remarks.notes([f"other programs keep {busy}% of the processors busy: figures suffer"])
-        threads = asked.threads or cpu_adam.threads()
+        threads = cpu_adam.threads()
         console.sentence(
             f"{asked.elements} parameters, kernel {kernel.name}, threads: {threads}; "
             f"{processor()}, {len(os.sched_getaffinity(0))} cores; torch {torch.__version__}"
@@ -147,7 +142,7 @@ def command(arguments: list[str]) -> None:
                 signals.where = f"while measuring {what}"
                 progress.show(f"measuring {what}", share)
 
-            for figure in measure(asked, threads, said):
+            for figure in measure(asked, said):
                 console.sentence(str(figure))
                 figures.append(figure)
         told = "Medians (extremes). of stream: as a share of an in-place addition over as many "
@@ -181,25 +176,23 @@ def needed_bytes(asked: Adam) -> int:
     return max(sum(_spaced(*array) for array in layout.values()) for layout in layouts)
 
 
-def measure(asked: Adam, threads: int, progress: Callable[[float, str], None]) -> Iterator[Figure]:
-    """Measures format by format, and yields what was found."""
+def measure(asked: Adam, progress: Callable[[float, str], None]) -> Iterator[Figure]:
+    """Measures format by format, and yields what was found; torch gets as many threads."""
     started, torch_threads = time.perf_counter(), torch.get_num_threads()
     memory = on_huge_pages(torch.empty(needed_bytes(asked), dtype=torch.uint8))
     names = list(dict.fromkeys(asked.formats))
     try:
-        cpu_adam.set_threads(threads)
-        torch.set_num_threads(threads)
+        torch.set_num_threads(cpu_adam.threads())
         for done, name in enumerate(names):
             left = started + asked.seconds - time.perf_counter()
             progress(done / len(names), name)
             yield _figure(FORMATS[name], asked.count, memory, left / (len(names) - done))
     finally:
         torch.set_num_threads(torch_threads)
-        cpu_adam.set_threads(None)
 
 
 def _figure(format: StateFormat, elements: int, memory: Tensor, seconds: float) -> Figure:
-    """Measures one format with the threads that are set now."""
+    """Measures one format."""
     tensors, start = dict[str, Tensor](), 0
     for name, (count, dtype) in _layout(format, elements).items():
         end = start + count * dtype.itemsize

@@ -19,7 +19,7 @@ from aio.system import is_memory
 from cpu_adam import FORMATS
 from offload.cli import Signals, bad_input
 from offload.cli.console import Output, Progress, others_percent
-from offload.cli.drive_load import FILE_BYTES_UNIT, TURNS, Load, Mode, Spent
+from offload.cli.drive_load import FILE_BYTES_UNIT, TURNS, Load, Mode
 from offload.cli.flags import check_field, parse_flags
 from offload.planning.machine import DriveSpeed, mount_point, nvme_free_bytes, save_speed
 from offload.planning.tiers import parse_bytes
@@ -53,9 +53,6 @@ class Nvme:
     size: Annotated[str, _Bytes] = "4GiB"
     """Size of the file on each drive: take more than the drive's cache holds."""
 
-    writes_max: Annotated[str, _Bytes] = "100GiB"
-    """Most bytes to write to each drive: writing wears drives."""
-
     save: bool = True
     """Keep the speeds for later: training uses them."""
 
@@ -66,9 +63,6 @@ class Nvme:
         right = SECONDS_MIN <= self.seconds <= SECONDS_MAX
         check_field(self, "seconds", right, f"{SECONDS_MIN:g} to {SECONDS_MAX:g}")
         check_field(self, "size", self.file_bytes > 0, "bytes, such as 4GiB, at least 1MiB")
-        right = parse_bytes(self.writes_max) >= 2 * self.file_bytes
-        expected = f"bytes, at least twice --size {self.size}: to make the file can take as much"
-        check_field(self, "writes_max", right, expected)
 
     @property
     def file_bytes(self) -> int:
@@ -85,7 +79,7 @@ class Found:
     """Whether O_DIRECT held; without it the page cache was measured too."""
     bytes_written: int = 0
     rates: dict[Mode, list[float]] = field(default_factory=dict)
-    """Bytes per second by round, without those modes for which no more could be written."""
+    """Bytes per second by round."""
 
     @property
     def medians(self) -> dict[Mode, float]:
@@ -94,13 +88,9 @@ class Found:
 
     @property
     def each_way_bytes_per_s(self) -> float:
-        """Bytes read and as many written per second, at once or in turns, as is faster; 0 where
-        that is not known."""
+        """Bytes read and as many written per second, at once or in turns, as is faster."""
         rates = self.medians
-        if "write" not in rates:
-            return 0.0
-        in_turns = 1 / (1 / rates["read"] + 1 / rates["write"])
-        return max(in_turns, rates.get("both", 0.0) / 2)
+        return max(1 / (1 / rates["read"] + 1 / rates["write"]), rates["both"] / 2)
 
     @property
     def doubts(self) -> Iterator[str]:
@@ -108,24 +98,22 @@ class Found:
         if not self.direct:
             yield "without O_DIRECT this may be the page cache's speed; the drive may be far slower"
         rates = self.medians
-        if rates.get("write", 0.0) > CACHED_WRITES * rates["read"]:
+        if rates["write"] > CACHED_WRITES * rates["read"]:
             yield "likely a cache took the writes, and long training writes slower: a larger --size"
-        if left_out := [mode for mode in TURNS if mode not in rates]:
-            yield f"no figure for {' and '.join(left_out)}: --writes-max is used up"
 
     @property
     def verdict(self) -> str:
         """What it means for somebody who trains, in a few sentences."""
-        told, doubts = f"{self.path}:", list(self.doubts)
-        if rate := self.each_way_bytes_per_s:
-            size = FORMATS["exact"].bytes_per_element
-            told += (
-                f" the optimizer state (exact bf16) of {rate / size / 1e6:.0f} M parameters is "
-                "read and written back each second, that of a 7B model in "
-                f"{MODEL_PARAMETERS * size / rate:.3g} s: a step whose compute takes longer hides "
-                f"the drive. Each step writes {MODEL_PARAMETERS * size / 1e9:.4g} GB."
-            )
-        return told + f" But {'; '.join(doubts)}." * bool(doubts)
+        rate, size = self.each_way_bytes_per_s, FORMATS["exact"].bytes_per_element
+        doubts = "; ".join(self.doubts)
+        return (
+            f"{self.path}: the optimizer state (exact bf16) of {rate / size / 1e6:.0f} M "
+            "parameters is read and written back each second, that of a 7B model in "
+            f"{MODEL_PARAMETERS * size / rate:.3g} s: a step whose compute takes longer hides the "
+            f"drive. Each step writes {MODEL_PARAMETERS * size / 1e9:.4g} GB."
+            + f" But {doubts}."
+            * bool(doubts)
+        )
 
 
 def command(arguments: list[str]) -> None:
@@ -157,8 +145,8 @@ def command(arguments: list[str]) -> None:
             notices.append(f"other programs keep {busy}% of the processors busy: figures suffer")
         notices.append(
             f"measuring for about {asked.seconds * len(paths):.0f} s; writes a file of "
-            f"{asked.size} without a name to {' and '.join(paths)}, and again over it, at most "
-            f"{asked.writes_max} to each; the file is gone however this ends"
+            f"{asked.size} without a name to {' and '.join(paths)}, and over it for half of that "
+            "time; the file is gone however this ends"
         )
         remarks.notes(notices)
         found: list[Found] = []
@@ -189,12 +177,10 @@ def measure(
     progress(0.0, f"the first write in {path}")
     with Load(path, asked.file_bytes, backend, io) as load:
         found = Found(path, load.file.direct)
-        load.bytes_written_max = parse_bytes(asked.writes_max)
         for number, mode in enumerate([*TURNS] * ROUNDS):
             progress((number + 1) / (ROUNDS * len(TURNS) + 1), f"{DOING[mode]} in {path}")
-            with contextlib.suppress(Spent):
-                rate = load.run(mode, asked.seconds / ROUNDS / len(TURNS))
-                found.rates.setdefault(mode, []).append(rate)
+            rate = load.run(mode, asked.seconds / ROUNDS / len(TURNS))
+            found.rates.setdefault(mode, []).append(rate)
         found.bytes_written = load.bytes_written
     return found
 
@@ -211,7 +197,7 @@ def _show(console: Output, found: Found) -> None:
 
 def _saved(found: Found, busy: int) -> str:
     """Keeps the speeds of a drive for planning, and says where, or why not."""
-    if not found.direct or len(found.rates) < len(TURNS):
+    if not found.direct:
         return f"not saved: {'; '.join(found.doubts)}"
     rates = {f"{mode}_bytes_per_s": rate for mode, rate in found.medians.items()}
     now = datetime.now().isoformat(timespec="seconds")

@@ -30,10 +30,6 @@ REQUEST_BYTES, REQUESTS = 8 << 20, 8
 """Of one request, unless the file is too short; and how many are under way."""
 
 
-class Spent(Exception):
-    """As many bytes as allowed have been written."""
-
-
 class Load:
     """A scratch file without a name, written once, and memory for what is under way."""
 
@@ -48,25 +44,19 @@ class Load:
             self.file = opened.enter_context(aio.create_scratch(directory, size, made))
             self.backend = made.name
             self.bytes_written = size if self.file.filled else 0
-            self.bytes_written_max = self.bytes_written + size
-            self.run("write", math.inf)  # A first write is slower.
+            self.run("write", math.inf, size)  # A first write is slower.
             self._stack = opened.pop_all()
 
-    def run(self, mode: Mode, seconds: float) -> float:
-        """Bytes per second, both directions together, in about `seconds` of load. Writing wears
-        drives: beyond `bytes_written_max`, which the user raises, none is begun, and where all were
-        written before, it raises Spent."""
-        turns, size, count = TURNS[mode], self._request, 1 << 62
-        if any(turns):
-            count = (self.bytes_written_max - self.bytes_written) // size * len(turns)
-            if count < 1:
-                raise Spent
+    def run(self, mode: Mode, seconds: float, most_bytes: int = 1 << 62) -> float:
+        """Bytes per second, both directions together, in about `seconds` of load, or of so many
+        bytes."""
+        turns, size = TURNS[mode], self._request
         memory = memoryview(self._memory)
         slots = [memory[at : at + size] for at in range(0, memory.nbytes, size)]
         under_way: list[tuple[aio.Ticket, memoryview]] = []
         moved, started = 0, time.perf_counter()
         try:
-            for number in range(count):
+            for number in range(most_bytes // size):
                 if not slots:
                     _reap(under_way, slots)
                     if time.perf_counter() - started >= seconds and number % len(turns) == 0:

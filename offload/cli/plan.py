@@ -17,6 +17,7 @@ from tyro.conf import Suppress
 from offload.cli import bad_input, display
 from offload.cli.console import Output, table
 from offload.cli.flags import check_field, parse_flags
+from offload.cli.models import models_of
 from offload.cli.options import registry
 from offload.config import Config
 from offload.planning.cluster import Cluster, cluster_of
@@ -60,12 +61,13 @@ class Placing(Config):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """Where the values of a GPT would live on machines that need not be there, how long its step
+    """Where the values of a model would live on machines that need not be there, how long its step
     would take, and what would bound it: from data sheets and two constants a machine.
     """
 
     model: Annotated[str, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = "7b"
-    """1b, 7b, 13b, 30b, 70b, 175b, 530b, 1t, 2t, 10t, 20t, or layers x width as 96x12288."""
+    """1b, 7b, 13b, 30b, 70b, 175b, 530b, 1t, 2t, 10t, 20t, or layers x width as 96x12288, of a GPT;
+    or a folder of Hugging Face, of which config.json is enough."""
 
     machine: Annotated[str, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = "workstation"
     """dgx-h100, dgx-a100, dgx2-v100, workstation, or a file of JSON: the fields that --json shows
@@ -163,11 +165,10 @@ def estimated(asked: Plan) -> Estimate:
     machine = replace(machine, axes_in_turn=levels)
     model, layout = _fitting(asked, machine, here * asked.nodes)
     flops = cluster.gpu_flops_per_s * cluster.compute_share
-    tokens, last = asked.batch * asked.seq_len, len(layout.profile.units) - 1
+    tokens = asked.batch * asked.seq_len
 
     def compute_seconds(unit: int, verb: Verb) -> float:
-        times = 1 if verb is Verb.FORWARD else 2 + (model.recompute and 0 < unit < last)
-        return times * model.forward_flops(unit, tokens, asked.seq_len) / flops
+        return model.flops_of(unit, verb is Verb.BACKWARD, tokens, asked.seq_len) / flops
 
     count = asked.placing.micro_batches
     program = compile_program(layout)
@@ -177,8 +178,8 @@ def estimated(asked: Plan) -> Estimate:
 
 def _fitting(asked: Plan, machine: Machine, ranks: int) -> tuple[Transformer, Layout]:
     """The first way to cut the model that fits: with whole weights kept, and then in few units."""
-    whole = replace(Transformer.named(asked.model), recompute=asked.recompute)
-    config, activations = asked.placing, whole.activation_bytes(asked.batch * asked.seq_len)
+    models, config = models_of(asked.model, asked.parts, asked.recompute), asked.placing
+    activations = models[0].activation_bytes(asked.batch * asked.seq_len)
     if config.device_memory is None:
         left = int(machine.device_bytes * DEVICE_SHARE) - activations
         if left <= 0:
@@ -193,9 +194,8 @@ def _fitting(asked: Plan, machine: Machine, ranks: int) -> tuple[Transformer, La
     allowed = (2, 3) if config.shard == "auto" else (config.shard,)
     ways = [Sharding(0, ranks, s < 3, late=s == 1) for s in allowed] if ranks > 1 else [ALONE]
     told: ValueError | None = None
-    for sharding, parts in product(ways, PARTS if asked.parts == "auto" else (asked.parts,)):
-        model = replace(whole, parts=parts)
-        dtype = {"param": "param", "fp32": "float32"}[config.gradient_dtype]
+    for sharding, model in product(ways, models):
+        dtype = config.gradient_dtype
         cut = partial(model.profile, sharding=sharding, gradient_dtype=dtype)
         if lack := _lacks(model, sharding, config, machine, asked):
             told = ValueError(lack)
@@ -215,14 +215,14 @@ def _fitting(asked: Plan, machine: Machine, ranks: int) -> tuple[Transformer, La
 def _lacks(
     model: Transformer, sharding: Sharding, config: Config, machine: Machine, asked: Plan
 ) -> str:
-    """What a rank surely lacks, and the least that would do; empty if nothing.
-
-    The planner finds that, too, and more. It looks at all layers, which takes longer than at three.
-    """
+    """What a rank surely lacks, and the least that would do; empty if nothing. The planner finds
+    more, and takes longer."""
     budgets, states = budgets_of(config, machine), StateChoice("adam", config.states, True)
-    few = replace(model, layers=3).profile(Grain(), replace(sharding, keeps=False, late=False))
-    homes = [Placement("cpu", "cpu", "cpu")] * len(few.units)
-    least = lay_out(few, homes, budgets=budgets, clips=False, states=states, weight_slots=1)
+    full, most = model.units, 3 * model.parts  # Of alike blocks three are laid out.
+    few = [u for at, u in enumerate(full) if at < most or full[at - most].flat is not u.flat]
+    profile = replace(model, units=few).profile(Grain(), replace(sharding, keeps=False, late=False))
+    homes = [Placement("cpu", "cpu", "cpu")] * len(profile.units)
+    least = lay_out(profile, homes, budgets=budgets, clips=False, states=states, weight_slots=1)
     slots = least.taken_bytes("device") + 2 * model.parameters * (sharding.keeps + sharding.late)
     if slots > budgets["device"]:
         size = format_bytes(slots, up=True)
@@ -238,8 +238,9 @@ def _lacks(
             f"{size}, and their budget is {format_bytes(budgets['device'])}; try "
             + " or ".join(tried)
         )
-    sizes = [sum(least.sizes.value[kind][unit] for kind in KINDS) for unit in range(len(few.units))]
-    needed = sizes[0] + sizes[-1] + sum(sizes[1:-1]) * model.layers // 3
+    sizes = (least.sizes.value[kind] for kind in KINDS)
+    taken = {id(one.flat): size for one, size in zip(few, map(sum, zip(*sizes)))}
+    needed = sum(taken[id(one.flat)] for one in full)
     room = sum(budgets.values()) - slots
     if needed <= room:
         return ""
@@ -310,6 +311,7 @@ def _notes(found: Estimate) -> Iterator[str]:
 
 def as_json(found: Estimate) -> dict[str, Any]:
     """The plan for programs."""
+    shown = ("layers", "hidden", "vocabulary", "parts", "recompute", "parameters")
     return {
         "kind": "plan",
         "nodes": found.asked.nodes,
@@ -321,6 +323,6 @@ def as_json(found: Estimate) -> dict[str, Any]:
         **asdict(found.step),
         "values": [asdict(row) for row in found.layout.rows()],
         "tiers": [asdict(use) for use in found.layout.tiers()],
-        "model": {**asdict(found.model), "parameters": found.model.parameters},
+        "model": {name: getattr(found.model, name) for name in shown},
         "machine": asdict(found.cluster),
     }

@@ -107,8 +107,8 @@ def _path(asked: Sequence[str]) -> Path:
                 return kept[0]
             raise BadInput(
                 f"{runs.folder()} holds no run; likely nothing was trained yet, or with "
-                "--no-trace, or none could be written there; try: offload train --trace-file FILE, "
-                "then offload report FILE"
+                "--no-trace, or none could be written there; try: offload train, then offload "
+                "report; XDG_CACHE_HOME=DIRECTORY names another place"
             )
         path = Path(asked[0])
         if path.name == asked[0] and not path.exists():
@@ -143,7 +143,10 @@ def show(console: Output, run: Run, found: Breakdown, path: Path) -> None:
         if here := [f"{kind}s {format_bytes(size)}" for kind, at, size in run.homes if at == tier]:
             console.sentence(f"on {tier}: {', '.join(here)}")
     if found.misses:
-        console.sentence(f"{found.misses} uses of a unit out of the order foreseen, in {steps}")
+        console.sentence(
+            f"{found.misses} uses of a unit out of the order foreseen, in {steps}: each waits for "
+            "its copies, and the order is learned anew"
+        )
     for line in verdict(run, found):
         console.sentence(line, style="bold")
 

@@ -435,8 +435,8 @@ def lay_out_unit(
 ) -> Unit:
     """Lay out a unit: segments by (trainable first, dtype), parameters in the given order.
 
-    `gradient_dtype` is `param` or the name of a dtype; segments can be cut over so many `ranks`;
-    for the other arguments see `Unit`. Raises ValueError for a dtype that a unit cannot hold.
+    `gradient_dtype` is that of `Config`; segments can be cut over so many `ranks`; for the other
+    arguments see `Unit`. Raises ValueError for a dtype that a unit cannot hold.
     """
     groups: dict[tuple[bool, str], list[Parameter]] = {}
     for one in wanted:
@@ -450,7 +450,7 @@ def lay_out_unit(
     parameters: list[Parameter] = []
     segments: list[Segment] = []
     for (frozen, dtype), members in sorted(groups.items()):
-        kept = dtype if gradient_dtype == "param" else gradient_dtype
+        kept = "float32" if gradient_dtype == "fp32" else dtype
         start = 0
         for one in members:
             parameters.append(replace(one, segment=len(segments), start=start))
