@@ -47,7 +47,6 @@ from offload.runtime.device import CPU, Device, compute_device
 from offload.runtime.entry import entry
 from offload.runtime.memory import Memory, zeros_on
 from offload.runtime.runner import Pace, Runner
-from offload.runtime.stats import Trace
 from offload.runtime.store import Store
 from offload.runtime.torch_internals import local_part, no_trap
 from offload.unit_plan import planned, planned_alike
@@ -354,8 +353,7 @@ class _Attaching:
                 warn_user(" ".join(str(one.notice) for one in files))
             memory = Memory(self.plan, self.device)
             failed.pop_all()
-        trace = Trace(self.plan.profile) if self.config.trace else None
-        return Runner(self.plan, memory, store, self.device, pace, trace)
+        return Runner(self.plan, memory, store, self.device, pace)
 
     # -- moving the values -------------------------------------------------------------------------
 

@@ -52,8 +52,8 @@ class Config:
     of what is free."""
 
     cpu_memory: int | str | None = None
-    """Most CPU memory to take, such as 8GiB, by each rank. Default: half of
-    what is free (after device_memory, where the CPU is the compute device), by the host's ranks."""
+    """Most CPU memory to take, such as 8GiB, by each rank. Default: three quarters of what is free,
+    by the host's ranks; where the CPU is the compute device half of what device_memory leaves."""
 
     nvme_space: int | str | None = None
     """Most space to take on all directories of nvme_path together, such as 100GiB. Default: nine
@@ -111,10 +111,6 @@ class Config:
 
     resume: bool = True
     """Go on from the commit in the directory of durable. False refuses one that has any."""
-
-    trace: bool = True
-    """Keep the last operations in memory for `offload report`: some megabytes, and far below a
-    hundredth of the time."""
 
     def __new__(cls, *unnamed: object, **given: object) -> Config:
         """Refuse what is no field, and name one that is."""
@@ -192,7 +188,7 @@ class Config:
         return value
 
 
-_ALLOWED: dict[str, tuple[str | bool, ...]] = dict.fromkeys(("trace", "resume"), (True, False))
+_ALLOWED: dict[str, tuple[str | bool, ...]] = {"resume": (True, False)}
 for _name, _hint in get_type_hints(Config).items():
     if get_origin(_hint) is Literal:
         _ALLOWED[_name] = get_args(_hint)

@@ -80,7 +80,7 @@ def from_pretrained(
         OSError: a file cannot be read; EIO where a checksum is another.
     """
     _check_arguments(kind, folder, config, optimizer, prepare)
-    where = os.fspath(folder)
+    where = os.path.expanduser(folder)
     _check_folder(where, options)
     with ExitStack() as opened:
         backend = opened.enter_context(closing(aio.open_backend()))

@@ -33,15 +33,10 @@ def program_of(engine: Engine) -> Program:
     return compile_program(replace(engine.plan, profile=profile))
 
 
-def run_of(engine: Engine, command: Sequence[str] | None = None) -> Run | None:
-    """What `engine` did last; None if Config.trace is False.
-
-    `command` is the command line. By default only the program's name is kept, as arguments may be
-    secret.
-    """
+def run_of(engine: Engine, command: Sequence[str] | None = None) -> Run:
+    """What `engine` did last. `command` is the command line; by default only the program's name is
+    kept, as arguments may be secret."""
     trace = engine.runner.stats.traced()
-    if trace is None:
-        return None
     units, tiers = engine.plan.profile.units, engine.plan.tiers()
     starts = [ran.start for ran in trace.ran] + [wait.start for wait in trace.waited]
     zero = min([*starts, *(one.at for one in trace.stepped)], default=0.0)

@@ -61,6 +61,19 @@ class TrainerMixin(_Trainer):  # type: ignore[misc]
             model = self.accelerator.prepare_model(model, evaluation_mode=True)
         return super()._wrap_model(model, *args, **options)
 
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        """Read no gradients for the log where updates may have begun, or where the engine clips."""
+        engine = engine_of(self.model) if self.model in attached else None
+        if grad_norm is None and engine and (engine.early.begins_early or engine.plan.clips):
+            return None
+        return super()._get_grad_norm(model, grad_norm)
+
+    def log(self, logs: dict[str, Any], *args: Any, **options: Any) -> None:
+        """Show the norm of an engine that clips."""
+        if "loss" in logs and self.model in attached and engine_of(self.model).plan.clips:
+            logs.setdefault("grad_norm", self._optimizer().grad_norm())
+        super().log(logs, *args, **options)
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model on the first rank; all of them call it."""
         if self._ranks() is not None and not self.args.should_save:

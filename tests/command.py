@@ -8,7 +8,7 @@ from unittest import mock
 from offload.cli import EXIT_BAD_INPUT, data, gpt, main
 
 SHORT = ["train", "--steps", "3", "--batch", "2", "--seq-len", "32", "--eval-windows", "4"]
-SHORT += ["--sample", "0", "--no-trace"]
+SHORT += ["--sample", "0"]
 
 
 SMALL = gpt.Shape(width=128, depth=5)

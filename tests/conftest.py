@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -18,6 +19,10 @@ gc.disable()
 
 # What was measured on this machine must not move what is tested.
 os.environ["OFFLOAD_MACHINE"] = os.devnull
+
+# Nor must runs of tests push out those that the user keeps.
+_cache = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+os.environ["XDG_CACHE_HOME"] = _cache.name
 
 # A shell lets what it runs in its background ignore Ctrl-C.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -25,7 +25,7 @@ FLAGS = [
     "--device-memory", "--cpu-memory", "--nvme-space", "--states", "--gradient-dtype",
     "--max-grad-norm", "--micro-batches", "--exposed-memory",
     "--shard", "--reduce", "--comm-timeout",
-    "--durable", "--commit-every", "--resume", "--no-resume", "--trace", "--no-trace",
+    "--durable", "--commit-every", "--resume", "--no-resume",
 ]
 # fmt: on
 

@@ -130,7 +130,7 @@ def test_a_run_that_fails_tells_how_far_it_came(monkeypatch, capsys, tmp_path):
         return step(*arguments)
 
     monkeypatch.setattr(train, "train_step", failing)
-    options = ("--trace", "--optimizer", "cpu")
+    options = ("--optimizer", "cpu")
     assert run(*SHORT, *options, "--json") == 1
     shown = capsys.readouterr()
     *steps, summary = [json.loads(line) for line in shown.out.splitlines()]

@@ -38,7 +38,7 @@ def test_every_finding_but_a_good_one_has_a_fix_and_is_a_line():
 
 def test_torch():
     check(findings.torch("2.13.0+cu128"), "ok", "2.13.0+cu128")
-    check(findings.torch("2.8.1"), "stop", "2.8.1 is too old", "pip install 'torch>=2.9'")
+    check(findings.torch("2.9.1"), "stop", "2.9.1 is too old", "pip install 'torch>=2.11'")
     check(findings.torch(None, "No module named 'torch'"), "stop", "No module", "pip install")
 
 

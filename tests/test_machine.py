@@ -256,7 +256,7 @@ def test_a_user_without_a_home_trains_and_is_told(
     for name in ("HOME", "XDG_CACHE_HOME", "OFFLOAD_MACHINE"):
         monkeypatch.delenv(name, raising=False)
     assert saved_speeds() == ({}, None)
-    assert run(*SHORT, "--trace", "--steps", "1", "--optimizer", "cpu") == 0
+    assert run(*SHORT, "--steps", "1", "--optimizer", "cpu") == 0
     told = capsys.readouterr().err
     assert "note: no trace was left at ~/.cache/offload/runs: this user has" in told
     assert run("report") == 2

@@ -262,6 +262,8 @@ def test_default_budgets_are_shares_of_what_is_free() -> None:
     assert budgets_of(paths, machine) == {"device": 100, "cpu": 450, "nvme": 900}
     greedy = Config(device_memory=5000)
     assert budgets_of(greedy, machine)["cpu"] == 0
+    beside = replace(machine, device_is_cpu=False)
+    assert budgets_of(Config(), beside) == {"device": 500, "cpu": 750, "nvme": 0}
 
 
 def test_the_refusal_is_a_table_with_what_to_change() -> None:

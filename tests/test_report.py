@@ -338,15 +338,6 @@ def test_ops_of_a_lane_that_overlap_share_its_time():
     assert machine.disk_read_bytes_per_s == machine.disk_write_bytes_per_s == 200
 
 
-def test_off_by_a_flag():
-    model, optimizer = attached(trace=False)
-    with optimizer.engine as engine:
-        stepped(model, optimizer, 2)
-        assert recording.run_of(engine) is None
-    with pytest.raises(ValueError, match=r"Config\.trace=1: expected one of True, False"):
-        offload.Config(trace=1)
-
-
 def test_a_ring_says_from_when_it_is_whole():
     trace = Trace()
     assert trace.since == 0.0

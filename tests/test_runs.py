@@ -67,10 +67,8 @@ def test_from_training_to_a_report(tmp_path, capsys, monkeypatch):
     assert "holds no run; likely nothing was trained yet" in capsys.readouterr().err
     assert run("report", "--list") == 0
     assert "holds no run" in capsys.readouterr().out
-    assert run(*SHORT, "--trace", "--optimizer", "cpu") == 0
+    assert run(*SHORT, "--optimizer", "cpu") == 0
     assert "note: offload report shows where the time went" in capsys.readouterr().err
-    assert run(*SHORT) == 0  # Leaves nothing, so the report is of the one before.
-    capsys.readouterr()
     assert run("report") == 0
     shown = capsys.readouterr().out
     for told in ("a step took", "forward and backward", "Lanes, in a step", "bounds the step"):
@@ -79,7 +77,7 @@ def test_from_training_to_a_report(tmp_path, capsys, monkeypatch):
     names = {f"{path.stem}{ending}" for ending in (".json", ".html")}
     assert {one.name for one in reporting.folder().iterdir()} == names
     # Which run it is of.
-    typed = " ".join(["offload", *SHORT, "--trace", "--optimizer", "cpu"])
+    typed = " ".join(["offload", *SHORT, "--optimizer", "cpu"])
     assert shown.startswith(f"{typed}\n")
     assert f"as {path}" in shown
     assert typed in path.with_suffix(".html").read_text()
@@ -110,5 +108,5 @@ def test_what_a_report_refuses(tmp_path, capsys, monkeypatch):
 def test_a_cache_that_cannot_be_written_is_a_note(tmp_path, capsys, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert run(*SHORT, "--trace", "--steps", "1") == 0
+    assert run(*SHORT, "--steps", "1") == 0
     assert "note: no trace was left at" in capsys.readouterr().err

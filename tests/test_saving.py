@@ -9,6 +9,7 @@ import random
 import shutil
 import signal
 import time
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,23 @@ def test_compact_states_come_back_bit_for_bit(
         offload.load(run.model, run.optimizer, tmp_path / "save")
         run.losses[:] = expected.losses
         assert_same(result_of(run), expected)
+
+
+def test_moments_that_lose_bits_on_their_way_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for before, after in (("exact", "compact"), ("compact", "exact")):
+        with attached(("cpu", "cpu", "cpu"), tmp_path, states=before) as run:
+            plain(run, 0)
+            offload.save(run.model, run.optimizer, f"~/{before}")
+            expected = list(run.model.state_dict().values())
+        with attached(("cpu", "cpu", "cpu"), tmp_path, states=after) as run:
+            loses = pytest.warns(RuntimeWarning, match="keeps a byte each from now on")
+            with loses if before == "exact" else nullcontext():
+                offload.load(run.model, run.optimizer, f"~/{before}")
+            assert all(map(torch.equal, run.model.state_dict().values(), expected))
+    assert (tmp_path / "exact").is_dir()
 
 
 def test_the_library_of_the_format_reads_every_shard(tmp_path: Path) -> None:

@@ -142,6 +142,36 @@ def test_the_trainer_of_hugging_face_clips_at_any_size(tmp_path: Path) -> None:
     offload.engine_of(ours.model).close()
 
 
+def test_with_the_mixin_updates_begin_inside_the_backward_and_the_engine_clips(
+    tmp_path: Path,
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    told, module = {"max_grad_norm": 0.0}, example("hf_trainer")
+    made = module.TrainingArguments
+    module.Trainer = type("Trainer", (offload.TrainerMixin, transformers.Trainer), {})
+    module.TrainingArguments = lambda **given: made(**{**given, **told})
+
+    def run(name: str, **fields: Any) -> Any:
+        placed = config(PLACEMENT, tmp_path, **fields) if fields else None
+        return module.train(placed, str(tmp_path / name), steps=10)
+
+    plain, early = run("plain"), run("early", micro_batches=2)
+    assert not early._optimizer().engine.notices
+    assert_same_weights(early.model, plain.model)
+    assert [[row[0], *row[2:]] for row in logged(early)] == [
+        [row[0], *row[2:]] for row in logged(plain)
+    ], "but for the norm"
+    ours = run("ours", max_grad_norm=1.0)
+    told.clear()
+    theirs = run("theirs")
+    (one, two), (first, second) = (
+        [row[1] for row in logged(trainer) if row[0] is not None] for trainer in (ours, theirs)
+    )
+    assert (one, two) == pytest.approx((first, second), rel=1e-3)
+    for trainer in (early, ours):
+        offload.engine_of(trainer.model).close()
+
+
 @pytest.mark.usefixtures("without_fast_path")
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
 def test_the_trainer_of_lightning_clips_at_any_size(algorithm: str, tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def export(
         OSError: a file could not be written; but for what is said above all is as it was.
     """
     refuse_inside("offload.export()")
-    engine, where, most = engine_of(model), os.fspath(folder), parse_bytes(shard_bytes)
+    engine, where, most = engine_of(model), os.path.expanduser(folder), parse_bytes(shard_bytes)
     engine.require_whole("offload.export")
     write_rest = getattr(type(model), "save_pretrained", None)
     if write_rest is None:

@@ -52,6 +52,7 @@ from offload.checkpoint.shards import (
     name_of,
     set_writer,
 )
+from offload.config import warn_user
 from offload.model.engine import Engine, engine_of
 from offload.model.passes import refuse_inside
 from offload.model.units import count_change
@@ -105,7 +106,7 @@ def save(
         OSError: a file could not be written; an earlier save is as it was.
     """
     refuse_inside("offload.save()")
-    engine, where = _engine_of(model, optimizer, scheduler), os.fspath(directory)
+    engine, where = _engine_of(model, optimizer, scheduler), os.path.expanduser(directory)
     most = parse_bytes(shard_bytes)
     run: dict[str, Any] = {"format": FORMAT, "step": engine.steps, "user": encoded(user, "user")}
     if optimizer is None and not frozen:
@@ -160,7 +161,7 @@ def load(
             In the last case the engine has ended: load another save in a new process.
     """
     refuse_inside("offload.load()")
-    engine, where = _engine_of(model, optimizer, scheduler), os.fspath(directory)
+    engine, where = _engine_of(model, optimizer, scheduler), os.path.expanduser(directory)
     with engine.lock, ExitStack() as opened:
         run, asked = read_run(where), f"asked to load {where}"
         if optimizer is None:
@@ -549,18 +550,25 @@ def check_run(run: Mapping[str, Any], optimizer: Optimizer, scheduler: Any, aske
             f"{asked}; found states of {', '.join(lost[:3])}, frozen when the model was "
             "attached; attach with it trained, load, and freeze it then"
         )
+    rounded = False
     for owner, one in _parameters(optimizer.engine):
         if one.name not in saved["states"]:
             continue
+        both = saved["states"][one.name]["slots"], _slots_of(optimizer, owner)
         there, slots = (
-            {name: dtype for name, dtype in of.items() if not name.endswith(SCALE)}
-            for of in (saved["states"][one.name]["slots"], _slots_of(optimizer, owner))
+            {name: dtype for name, dtype in of.items() if not name.endswith(SCALE)} for of in both
         )
+        rounded |= len(both[0]) == len(there) and len(both[1]) > len(slots)
         if slots.keys() - there.keys() - {"momentum_buffer"} or there.items() - slots.items():
             raise ValueError(
                 f"{asked}; found a state of {one.name} with {shown(there)}, here it has {slots}: "
                 f"likely the parameter is of {one.dtype} and was of another dtype or shape; {alone}"
             )
+    if rounded:
+        warn_user(
+            f"{asked}; found moments in float32, of which Config(states='compact') keeps a byte "
+            "each from now on: states='exact' goes on with the same bits"
+        )
 
 
 @contextmanager

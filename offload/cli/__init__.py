@@ -121,7 +121,10 @@ def bad_input() -> Iterator[None]:
             raise BadInput(str(error)) from error
         if told == os.strerror(errno.ENOENT):
             told += ": likely misspelt, or of another directory"
-        raise BadInput(told if str(path) in told else f"{path}: {told}") from error
+        elif told == os.strerror(errno.ENOTDIR):
+            told += ": try the folder that has it"
+        there = str(path).strip("./") and str(path) in told
+        raise BadInput(told if there else f"{path}: {told}") from error
     except ValueError as error:
         raise BadInput(str(error)) from error
 

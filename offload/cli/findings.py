@@ -20,7 +20,7 @@ from offload.planning.tiers import format_bytes
 Level = Literal["ok", "note", "stop"]
 """`ok`: as it should be. `note`: training starts, but slower or with less. `stop`: it cannot."""
 
-TORCH_LEAST = (2, 9)
+TORCH_LEAST = (2, 11)
 """As pyproject.toml asks for."""
 
 MEMORY_LEAST_BYTES = 512 << 20

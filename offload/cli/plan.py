@@ -56,7 +56,6 @@ class Placing(Config):
     durable: Suppress[str | None] = None
     commit_every: Suppress[int | None] = None
     resume: Suppress[bool] = True
-    trace: Suppress[bool] = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -106,9 +106,9 @@ def _path(asked: Sequence[str]) -> Path:
             if kept := runs.kept():
                 return kept[0]
             raise BadInput(
-                f"{runs.folder()} holds no run; likely nothing was trained yet, or with "
-                "--no-trace, or none could be written there; try: offload train, then offload "
-                "report; XDG_CACHE_HOME=DIRECTORY names another place"
+                f"{runs.folder()} holds no run; likely nothing was trained yet, or none could be "
+                "written there; try: offload train, then offload report; XDG_CACHE_HOME=DIRECTORY "
+                "names another place"
             )
         path = Path(asked[0])
         if path.name == asked[0] and not path.exists():

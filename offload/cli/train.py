@@ -117,7 +117,7 @@ def _leave(remarks: Output, reached: Reached) -> None:
         remarks.notes(
             [
                 f"no trace was left at {error.filename}: {error.strerror}; likely the cache is "
-                "another user's, or its drive full; try XDG_CACHE_HOME=DIRECTORY, or --no-trace"
+                "another user's, or its drive full; try XDG_CACHE_HOME=DIRECTORY"
             ]
         )
 

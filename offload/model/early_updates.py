@@ -145,6 +145,7 @@ class EarlyUpdates:
             raise RuntimeError(
                 f"{what} came before step(), but updates of {len(self.begun)} of "
                 f"{len(self._names)} units have begun, as the backward before it was said to be "
-                "the last: call step() first, declare the micro_batches that your loop, or "
-                "trainer, has, or none (to clip, use Config.max_grad_norm)"
+                "the last: call step() first, and clip by Config.max_grad_norm (a Trainer by "
+                "that, its own max_grad_norm=0 and offload.TrainerMixin); or declare the "
+                "micro_batches that your loop has, or none"
             )

@@ -19,7 +19,7 @@ from cpu_adam.choice import available
 from offload.model.active_units import ActiveUnits
 from offload.model.early_updates import EarlyUpdates, Step
 from offload.model.gradients import Gradients, take_gradient
-from offload.model.passes import Passes
+from offload.model.passes import Passes, refuse_inside
 from offload.model.resident import Residents
 from offload.model.running import ForwardCall, GraphTasks, in_backward
 from offload.model.snapshots import Key, Snapshots
@@ -452,6 +452,20 @@ class Engine:
         `Config(micro_batches=N)` says so once.
         """
         self.early.last_micro_batch()
+
+    @entry
+    def skip_backward(self) -> None:
+        """Take no part in a backward, after an exception in its forward, loss or middle.
+
+        Over ranks the others may be in theirs, and wait for this one: they are served until it is
+        over. Call it first in an `except` around forward and backward; then agree to skip the step.
+        """
+        refuse_inside("skip_backward()")
+        began = self.passes.verb is Verb.BACKWARD  # It is ended, and one that others began with it.
+        with self.call("skip_backward()"):
+            if self.ranks is not None and not began:
+                self._open(Verb.BACKWARD)
+                self.end_pass(finished=False)
 
     def step(self, step: Step) -> None:
         """Take one optimizer step over the parameters in `step`; returns before it is done."""

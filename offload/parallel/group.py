@@ -311,8 +311,8 @@ class Group:
                 f"{missing or 'another rank'} did not come to a collective of the offload engine "
                 f"in {self._timeout_s:.0f} s, after step {self.step}: likely it is stopped, or "
                 "waits elsewhere, as in a collective of its own while this rank saves alone, in "
-                "`if rank == 0` or a Trainer without offload.TrainerMixin; end the job, and go on "
-                "from the last commit or checkpoint"
+                "`if rank == 0`, a Trainer without offload.TrainerMixin, or an except without "
+                "engine.skip_backward(); end the job, and go on from the last commit or checkpoint"
             )
 
     def _raise_failed(self) -> None:

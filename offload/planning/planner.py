@@ -71,8 +71,8 @@ def budgets_of(config: Config, machine: Machine) -> dict[Tier, int]:
         device = machine.device_bytes // 2
     cpu = config.bytes_of("cpu_memory")
     if cpu is None:
-        left = machine.cpu_bytes - (device if machine.device_is_cpu else 0)
-        cpu = max(0, left) // 2
+        left = (machine.cpu_bytes - device) // 2  # Activations, too, lie in that memory.
+        cpu = max(0, left) if machine.device_is_cpu else machine.cpu_bytes * 3 // 4
     nvme = config.bytes_of("nvme_space")
     if nvme is None:
         nvme = machine.nvme_bytes * 9 // 10

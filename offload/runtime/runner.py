@@ -61,14 +61,12 @@ class Runner:
         store: Store | None,
         device: Device,
         pace: Pace | None = None,
-        trace: Trace | None = None,
     ):
         """Start the lanes; where they do not start, let `memory` and `store` go.
 
         Args:
             store: None where nothing lives on nvme.
             pace: when an op may end, for tests that imitate slower hardware.
-            trace: where waits and steps are recorded.
 
         Raises:
             EngineError: a lane could not start; with what it met as its cause.
@@ -76,7 +74,6 @@ class Runner:
         self.plan, self.memory, self.store, self.device = plan, memory, store, device
         self.swap_area: Any = None
         """Where the values are while the engine sleeps."""
-        """What it holds of a budget that engines share."""
         self._kept = dict[Hashable, Any]()
         """Phases and works that come again, until the memory of the tiers is given back."""
         self.step = np.zeros(1, np.int64) if store is None else store.chunks.step
@@ -90,9 +87,10 @@ class Runner:
         self.on_failure: Callable[[BaseException], object] = id
         """Called, perhaps more than once, with what has ended everything."""
         self._failure: BaseException | None = None
-        self._calls = trace.called if trace else entry.NOWHERE
+        trace = Trace(plan.profile)
+        self._calls = trace.called
         try:
-            self._lanes = self._open(pace, trace)
+            self._lanes = self._open(pace, trace.kept)
         except BaseException as error:
             self._release()
             if not isinstance(error, RuntimeError):
@@ -107,10 +105,10 @@ class Runner:
         self._by_handle = self._lanes.native and not device.is_host
         """Whether lanes know the user's streams by number."""
 
-    def _open(self, pace: Pace | None, trace: Trace | None) -> Native | Reference:
+    def _open(self, pace: Pace | None, kept: int) -> Native | Reference:
         """The native runner, or the reference where that cannot serve."""
         native = native_runner() if self.store is None or self.store.volume.native else None
-        workspace, kept = self.memory.workspace, trace.ran.maxlen or 0 if trace else 0
+        workspace = self.memory.workspace
         if native is not None:
             try:
                 driver = self.device.open(native)

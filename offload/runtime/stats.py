@@ -65,7 +65,8 @@ class Trace:
 
     def __init__(self, profile: Profile | None = None):
         chunks = sum(len(unit.chunks) for unit in profile.units) if profile else 0
-        self.ran: deque[Ran] = deque(maxlen=max(SPANS_MAX, CHUNK_SPANS_MAX * chunks))
+        self.kept = max(SPANS_MAX, CHUNK_SPANS_MAX * chunks)
+        self.ran: deque[Ran] = deque(maxlen=self.kept)
         self.waited: deque[Wait] = deque(maxlen=SPANS_MAX)
         self.stepped: deque[Stepped] = deque(maxlen=STEPS_MAX)
         self.called: deque[tuple[float, float]] = deque(maxlen=CALLS_MAX)
@@ -89,7 +90,7 @@ class Trace:
 class LaneStats:
     """What the lanes of an engine have done, and what the user's thread waited for."""
 
-    def __init__(self, lanes: Any, trace: Trace | None):
+    def __init__(self, lanes: Any, trace: Trace):
         """Nothing is done yet; `lanes` tell what they do, and it is recorded in `trace`."""
         self._lanes, self.trace = lanes, trace
         self._lock = threading.Lock()
@@ -142,19 +143,17 @@ class LaneStats:
     def _expose(self, lane: Lane, since: float, until: float) -> None:
         with self._lock:
             self._use[lane].exposed_s += until - since
-            if self.trace is not None:
-                self.trace.waited.append(Wait(lane, since, until))
+            self.trace.waited.append(Wait(lane, since, until))
 
     def stepped(self, number: int, misses: int) -> None:
         """The user's `step()` was called, for the `number`-th time."""
-        if self.trace is not None:
-            with self._lock:
-                self.trace.stepped.append(Stepped(number, time.perf_counter(), misses))
-
-    def traced(self) -> Trace | None:
-        """What was recorded so far; None where nothing is."""
         with self._lock:
-            return self.trace and self.trace.copy(self._lanes.ran())
+            self.trace.stepped.append(Stepped(number, time.perf_counter(), misses))
+
+    def traced(self) -> Trace:
+        """What was recorded so far."""
+        with self._lock:
+            return self.trace.copy(self._lanes.ran())
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,78 @@
+"""A step that all ranks skip, as one of them has met an exception."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import offload
+from tests.ranks import How, World, digest, values_of, world_of
+from tests.ranks_jobs import _attached
+from tests.training import some_fast
+
+two = world_of(2)
+
+PLACES = ("data", "forward", "between", "loss", "backward")
+"""Where rank 1 fails, in every second step."""
+
+
+def skips(rank: int, ranks: int, how: How, fails: bool) -> int:
+    """What is left of a run that skips steps in which rank 1 `fails`; else they are left out."""
+    model, optimizer = _attached(how)
+    for step in range(2 * len(PLACES)):
+        place, bad = PLACES[step // 2] if step % 2 else "", torch.zeros(1)
+        if place and not fails:
+            continue
+        try:
+            _try(model, how, step * ranks + rank, place if rank else "")
+        except ZeroDivisionError:
+            bad += 1
+            optimizer.engine.skip_backward()
+        dist.all_reduce(bad)
+        assert bool(bad) == bool(place)
+        if not bad:
+            optimizer.step()
+        optimizer.zero_grad()
+    found = digest(values_of(model, optimizer))
+    offload.engine_of(model).close()
+    return found
+
+
+def _try(model: Any, how: How, number: int, place: str) -> None:
+    """A forward and a backward, one of which may raise."""
+    block = model.blocks[1]
+    _raise(place == "data")
+    handles = [block.register_forward_hook(lambda *_: _raise(place == "forward"))]
+    handles += [block.register_full_backward_hook(lambda *_: _raise(place == "backward"))]
+    try:
+        loss = how.loss(model, number)
+        _raise(place == "between")
+        loss.register_hook(lambda _: _raise(place == "loss"))
+        loss.backward()
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _raise(fails: bool) -> None:
+    if fails:
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("shard", some_fast([3, 1, 2]))
+@pytest.mark.parametrize("kind", some_fast(["plain", "experts", "checkpointed"]))
+def test_a_step_in_which_one_rank_has_failed_is_skipped(two: World, kind: str, shard: int) -> None:
+    how = How(kind, micro=1, config={"shard": shard, "comm_timeout": 20.0})
+    assert two.run(f"{__name__}.skips", how, True) == two.run(f"{__name__}.skips", how, False)
+
+
+def test_one_process_has_no_part_to_take(tmp_path: Any) -> None:
+    model, optimizer = _attached(How("plain", micro=1, config={}))
+    with optimizer.engine as engine:
+        engine.skip_backward()
+        How("plain", micro=1, config={}).loss(model, 0).backward()
+        optimizer.step()
+        engine.settle()
