@@ -191,11 +191,6 @@ def use_a_block_alone(loop: Loop) -> None:
         loop.see(loop.run.model.blocks[1](torch.ones(2, WIDTH, dtype=torch.bfloat16), _here))
 
 
-def use_the_first_block(loop: Loop) -> None:
-    with torch.no_grad():
-        loop.see(loop.run.model.blocks[0](torch.ones(2, WIDTH, dtype=torch.bfloat16), _here))
-
-
 def use_one_block_inside_another(loop: Loop) -> None:
     first, *_, last = loop.run.model.blocks
     x = torch.ones(2, WIDTH, dtype=torch.bfloat16)

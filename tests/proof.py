@@ -1,7 +1,6 @@
 """Prove on the plain data that a whole program cannot go wrong, or name the op that breaks a rule.
 
-First, rules of the plan and of single ops: homes and slots are disjoint and inside their budgets,
-and each op finds its values where they are.
+First, rules of single ops: each finds its values where they are, in slots that hold them.
 
 Second, races. A chain of phases in which every legal pair of neighbours occurs is walked op by op.
 The waits are those of `Scoreboard`, as when the engine runs. An op must reach, through waits, every
@@ -17,13 +16,9 @@ micro-batches whose gradients were added.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
-from itertools import pairwise
 
-from offload.planning.layout import Buffer, Place, Plan
-from offload.planning.profile import BLOCK_BYTES, KINDS
-from offload.planning.tiers import TIERS
+from offload.planning.layout import Place, Plan
 from offload.program.ops import FACTOR, Phase, Program, Use, Value, Verb, cells
 from offload.program.schedule import Scoreboard, Task
 from offload.program.verify import (
@@ -56,8 +51,6 @@ def verify(program: Program) -> None:
         ProgramError: the first broken rule, with its phase and op.
     """
     plan = program.plan
-    check_buffers(plan)
-    check_slots(plan)
     for phase in program.phases.values():
         for index, op in enumerate(phase.ops):
             for rule in filter(None, (misfit(plan, use) for use in (*op.reads, *op.writes))):
@@ -65,52 +58,6 @@ def verify(program: Program) -> None:
     walk = _Proof(plan)
     for name in CHAIN:
         walk.run(program.phases[name])
-
-
-def check_buffers(plan: Plan) -> None:
-    """Homes exist and fit their values; buffers are aligned, disjoint and inside the budgets."""
-    buffers: list[tuple[Buffer, str]] = [(b, place_text(place)) for place, b in plan.slots.items()]
-    in_file = {key: sum(sizes) for key, sizes in plan.file.items()}
-    for kind in KINDS:
-        for u, unit in enumerate(plan.profile.units):
-            size, tier = plan.bytes_of(kind, u), plan.home(kind, u).tier
-            name, home = f"{kind} of {unit.name}", plan.homes.get((kind, u))
-            if home is not None:
-                buffers.append((home, f"home of {name}"))
-            found = home.bytes if home is not None and home.tier == tier else 0
-            found = in_file.get((kind, unit.name), 0) if tier == "nvme" else found
-            if found < size:
-                raise ProgramError(f"{name} of {size} bytes has {found} bytes at home on {tier}")
-    buffers.sort(key=lambda entry: (entry[0].tier, entry[0].offset))
-    for buffer, name in buffers:
-        if buffer.offset % BLOCK_BYTES or buffer.bytes % BLOCK_BYTES or buffer.offset < 0:
-            raise ProgramError(f"{name} is not aligned to blocks of {BLOCK_BYTES} bytes")
-    for (one, name), (two, other) in pairwise(buffers):
-        if one.tier == two.tier and one.offset + one.bytes > two.offset:
-            raise ProgramError(f"{name} and {other} overlap on {one.tier}")
-    for tier in TIERS:
-        ends = (one.offset + one.bytes for one, _ in buffers if one.tier == tier)
-        taken, given = sum(in_file.values()), plan.budgets[tier]
-        taken = taken if tier == "nvme" else max(ends, default=0)
-        if taken > given:
-            raise ProgramError(f"{tier} takes {taken} bytes, over its budget of {given} bytes")
-
-
-def check_slots(plan: Plan) -> None:
-    """A unit has slots for exactly the values off the device; a lasting one shares none."""
-    for kind, slots in zip(KINDS, (plan.weight_slot, plan.gradient_slot)):
-        sharing = Counter(slots)
-        for u, (unit, place) in enumerate(zip(plan.profile.units, slots)):
-            reached = ("device", "cpu") if plan.in_place and kind == "gradient" else ("device",)
-            away = plan.bytes_of(kind, u) > 0 and plan.home(kind, u).tier not in reached
-            if (place.tier if place else "") != ("device" if away else ""):
-                raise ProgramError(
-                    f"{kind} of {unit.name} needs a device slot: {away}; has {place}"
-                )
-            if place and (rule := misfit(plan, Use(place, Value(kind, u)))):
-                raise ProgramError(rule)
-            if place and unit.lasting and sharing[place] > 1:
-                raise ProgramError(f"{unit.name} is lasting but shares {place_text(place)}")
 
 
 def waits_of(phase: Phase) -> list[list[int]]:

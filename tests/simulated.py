@@ -20,15 +20,11 @@ class MemoryIO(IO):
     Args:
         capacity_bytes: room for all files together; None is without limit.
         kind: what `file_system` answers.
-        tmpfile: whether O_TMPFILE is known.
     """
 
-    def __init__(
-        self, capacity_bytes: int | None = None, kind: str = "simulated", tmpfile: bool = True
-    ) -> None:
+    def __init__(self, capacity_bytes: int | None = None, kind: str = "simulated") -> None:
         self.capacity_bytes = capacity_bytes
         self.kind = kind
-        self.tmpfile = tmpfile
         self.names: set[str] = set()
         self.files: dict[int, bytearray] = {}
         self.direct: set[int] = set()
@@ -39,12 +35,9 @@ class MemoryIO(IO):
         """See IO.open."""
         unnamed = getattr(os, "O_TMPFILE", 0)
         with self._lock:
-            if unnamed and flags & unnamed == unnamed:
-                if not self.tmpfile:
-                    raise _error(errno.EOPNOTSUPP)
-            elif path in self.names:
-                raise _error(errno.EEXIST)
-            else:
+            if not unnamed or flags & unnamed != unnamed:
+                if path in self.names:
+                    raise _error(errno.EEXIST)
                 self.names.add(path)
             self._next += 1
             self.files[self._next] = bytearray()

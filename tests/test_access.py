@@ -24,7 +24,6 @@ from tests.training import (
     attached,
     batch,
     fp32,
-    loss_of,
     plain,
     same_bits,
     some_fast,
@@ -256,15 +255,6 @@ def test_an_edit_leaves_the_states(tmp_path: Path) -> None:
         assert same_bits(run.optimizer.state[weight]["residue"], residue)
 
 
-def test_load_state_dict(run: Run) -> None:
-    wanted = {name: torch.full_like(v, 0.125) for name, v in values(run).items()}
-    run.model.load_state_dict(wanted)
-    assert all(same_bits(v, wanted[name]) for name, v in values(run).items())
-    with pytest.raises(RuntimeError, match="size mismatch"):
-        run.model.load_state_dict({**wanted, "norm.weight": torch.zeros(3)})
-    assert all(type(p) is OffloadedParameter for p in run.model.parameters())
-
-
 REFUSED: dict[str, Callable[[Any, nn.Module], Any]] = {
     "shape": lambda p, model: setattr(p, "data", torch.zeros(4)),
     "dtype": lambda p, model: setattr(p, "data", torch.zeros(128, 32, dtype=torch.float64)),
@@ -328,34 +318,6 @@ def test_two_parameters_may_exchange_their_values(run: Run) -> None:
 
 
 # -- autograd ---------------------------------------------------------------------------------
-
-
-def test_autograd_grad_with_parameters_as_inputs(tmp_path: Path) -> None:
-    found = []
-    for placement in (CPU, NVME):
-        with attached(placement, tmp_path, **fp32()) as run:
-            inputs = [block(run).up.weight, run.model.head.weight]
-            grads = torch.autograd.grad(run.loss(), inputs)
-            assert all(p.grad is None for p in run.model.parameters())
-            run.loss().backward()
-            run.step()
-            plain(run, 1)
-            found.append([*grads, block(run).up.weight.detach().clone()])
-    for one in found:
-        assert all(same_bits(a, b) for a, b in zip(one, found[0]))
-    torch.manual_seed(1)
-    model = Net()
-    loss = loss_of(model, batch(torch.Generator().manual_seed(7)))
-    wanted = torch.autograd.grad(loss, [model.blocks[2].up.weight, model.head.weight])
-    assert all(torch.equal(a, b) for a, b in zip(found[0], wanted))
-
-
-def test_backward_with_inputs(tmp_path: Path) -> None:
-    with attached(("nvme", "cpu", "cpu"), tmp_path, **fp32()) as run:
-        weight = block(run).up.weight
-        run.loss().backward(inputs=[weight])
-        assert weight.grad is not None
-        assert sum(p.grad is not None for p in run.model.parameters()) == 1
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
@@ -428,19 +390,3 @@ def test_an_edit_between_forward_and_backward_is_an_error(run: Run) -> None:
         loss.backward()
     run.optimizer.zero_grad()
     plain(run, 1)
-
-
-def test_functional_use_at_rest_has_the_gradient_of_torch(tmp_path: Path) -> None:
-    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(5))
-    torch.manual_seed(1)
-    theirs: Any = Net().blocks[2]
-    (F.linear(x, theirs.up.weight, theirs.up.bias).pow(2).sum() + theirs.up.weight.sum()).backward()
-    with attached(NVME, tmp_path, **fp32()) as run:
-        ours = block(run)
-        out = F.linear(x, ours.up.weight, ours.up.bias).pow(2).sum() + ours.up.weight.sum()
-        out.backward()
-        assert same_bits(ours.up.weight.grad, theirs.up.weight.grad)
-        assert same_bits(ours.up.bias.grad, theirs.up.bias.grad)
-        torch.func.functional_call(
-            run.model, dict(run.model.named_parameters()), (batch(run.generator),)
-        )

@@ -134,31 +134,3 @@ def test_forked_child_does_not_wait_for_ever():
         assert in_child(child) == 0
         io.gate.set()
         ticket.wait()
-
-
-def test_simulation_depends_on_the_seed_only():
-    def flips(seed):
-        io = SimulatedIO(seed, flip_rate=0.5)
-        out = aligned(64 * BLOCK)
-        with aio.ThreadBackend(4, io, piece_bytes=BLOCK) as pool, scratch(pool, out.nbytes) as file:
-            file.read_into(out, 0).wait()
-        return out.tobytes()
-
-    assert flips(1) == flips(1) != flips(2)
-    assert sum(byte != 0 for byte in flips(1)) in range(10, 54)
-
-
-def test_memory_io_is_strict():
-    io = MemoryIO(tmpfile=False)
-    with aio.ThreadBackend(1, io) as pool, scratch(pool) as file:
-        assert io.names == set()  # opened by name, unlinked at once
-        with pytest.raises(OSError) as caught:
-            io.preadv(file.fd, [memoryview(bytearray(7))], 0)
-        assert caught.value.errno == errno.EINVAL
-    for call in (
-        lambda: io.close(5),
-        lambda: io.preadv(5, [memoryview(b"")], 0),
-    ):
-        with pytest.raises(OSError) as caught:
-            call()
-        assert caught.value.errno == errno.EBADF

@@ -29,7 +29,7 @@ from offload.runtime.store import Store
 from tests.faults import nothing_leaks
 from tests.forked import Forked, anew
 from tests.profiles import blocks
-from tests.simulated import MemoryIO, SimulatedIO
+from tests.simulated import SimulatedIO
 from tests.training import Net, batch, loss_of, plain, same_bits, some_fast, train
 
 SLACK_BYTES = 128 << 20
@@ -265,24 +265,6 @@ def test_budgets_that_the_machine_does_not_have_are_refused() -> None:
 # -- paths that cannot be used ----------------------------------------------------------------
 
 
-def test_an_nvme_path_that_does_not_exist_or_is_a_file(tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.write_text("mine")
-    for path, kind in ((tmp_path / "nowhere", FileNotFoundError), (file, NotADirectoryError)):
-
-        def work(
-            model: nn.Module,
-            optimizer: torch.optim.Optimizer,
-            path: Path = path,
-            kind: type[OSError] = kind,
-        ) -> None:
-            with pytest.raises(kind, match=re.escape(str(path))):
-                offload.attach(model, optimizer, config(path))
-
-        assert_untouched(work)
-    assert file.read_text() == "mine"
-
-
 @pytest.mark.usefixtures("one_call")
 @pytest.mark.parametrize("code", some_fast([errno.ENOSPC, errno.EACCES]))
 def test_an_nvme_path_that_fails_at_any_call_of_attach(
@@ -310,22 +292,6 @@ def test_an_nvme_path_that_fails_at_any_call_of_attach(
 
             assert_untouched(work)
             assert not io.inner.files  # type: ignore[attr-defined]
-
-
-def test_a_drive_without_room_is_refused_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    io = SimulatedIO(0, inner=MemoryIO(capacity_bytes=100 << 10))
-    monkeypatch.setattr(attachment, "Store", partial(Store, io=io))
-
-    def work(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        with pytest.raises(OSError, match=re.escape(str(tmp_path))) as caught:
-            offload.attach(model, optimizer, config(tmp_path))
-        assert caught.value.errno == errno.ENOSPC
-        assert "free" in str(caught.value)
-
-    assert_untouched(work)
-    assert "pwritev" not in io.calls
 
 
 def test_memory_that_is_refused_leaves_the_model_as_it_was(

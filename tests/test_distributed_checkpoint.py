@@ -48,21 +48,26 @@ def take_by_name(run: Run, state: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("give", "take", "steps"),
+    ("give", "take", "steps", "states"),
     [
-        (by_number, take_by_number, 1),  # It loads into what is there, as with any optimizer.
-        (by_name, take_by_name, 1),
-        (by_name, take_by_name, 0),
+        # It loads into what is there, as with any optimizer.
+        (by_number, take_by_number, 1, "exact"),
+        (by_number, take_by_number, 1, "compact"),
+        (by_name, take_by_name, 1, "exact"),
+        (by_name, take_by_name, 0, "exact"),
     ],
 )
-def test_a_run_goes_on_with_the_same_bits(give: Any, take: Any, steps: int, tmp_path: Path) -> None:
-    with attached(BEFORE, tmp_path, build=lambda: Net(tied=True)) as run:
+def test_a_run_goes_on_with_the_same_bits(
+    give: Any, take: Any, steps: int, states: str, tmp_path: Path
+) -> None:
+    options: Any = {"build": lambda: Net(tied=True), "states": states}
+    with attached(BEFORE, tmp_path, **options) as run:
         stepped(run, 2)
         dcp.save(give(run), checkpoint_id=tmp_path / "saved")
         at = run.generator.get_state()
         run.losses.clear()
         expected = stepped(run, 2)
-    with attached(AFTER, tmp_path, build=lambda: Net(tied=True)) as run:
+    with attached(AFTER, tmp_path, **options) as run:
         stepped(run, steps)
         state = give(run)
         dcp.load(state, checkpoint_id=tmp_path / "saved")

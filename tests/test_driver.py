@@ -230,8 +230,3 @@ def test_no_other_file_of_the_engine_names_a_platform() -> None:
     assert found.pop("offload/cli/findings.py")  # What a person reads.
     assert found.pop("offload/model/parameter.py")  # Torch's tensors have such names.
     assert {file: names for file, names in found.items() if names} == {}
-
-
-def test_names_are_found_where_they_are() -> None:
-    source = '"""cuda"""\nimport torch.cuda\ntorch.cuda.Event\nx = "cuda:0"\ndef f():\n    "CUDA"\n'
-    assert sorted(named(source)) == ["cuda", "cuda:0", "torch.cuda"]

@@ -21,8 +21,6 @@ from tests.training import (
     Run,
     assert_same,
     attached,
-    batch,
-    loss_of,
     plain,
     same_bits,
     some_fast,
@@ -91,21 +89,6 @@ def test_it_can_be_assigned_and_deleted(run: Run) -> None:
     weight.grad = torch.zeros(128, 32, dtype=torch.bfloat16)
     run.step()
     assert run.optimizer.state[weight]["step"] == 2
-
-
-def test_a_backward_adds_to_an_edited_one(tmp_path: Path) -> None:
-    torch.manual_seed(1)
-    model: Any = Net().bfloat16()
-    generator = torch.Generator().manual_seed(7)
-    loss_of(model, batch(generator)).backward()
-    model.blocks[2].up.weight.grad.mul_(3)
-    loss_of(model, batch(generator)).backward()
-    for placement in EVERYWHERE:
-        with attached(placement, tmp_path) as run:
-            run.loss().backward()
-            block(run).up.weight.grad.mul_(3)
-            run.loss().backward()
-            assert same_bits(block(run).up.weight.grad, model.blocks[2].up.weight.grad)
 
 
 def clipped(run: Run, number: int) -> None:

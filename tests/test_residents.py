@@ -178,16 +178,6 @@ def test_another_parameter_is_refused_at_the_step(how: str, tmp_path: Path) -> N
         plain(run, 1)
 
 
-def test_a_frozen_one_that_gets_a_gradient_is_refused(tmp_path: Path) -> None:
-    with attached(("device", "cpu", "cpu"), tmp_path, build=frozen_but_one) as run:
-        run.model.requires_grad_(True)
-        run.loss().backward()
-        with pytest.raises(RuntimeError, match="frozen when the model was attached"):
-            run.optimizer.step()
-        run.optimizer.zero_grad()
-        run.model.embed.requires_grad_(False)  # type: ignore[union-attr]
-
-
 def test_without_its_gradient_a_step_that_has_begun_is_completed(tmp_path: Path) -> None:
     placement = ("device", "cpu", "cpu")
     with attached(placement, tmp_path, build=frozen_but_one, micro_batches=1) as run:

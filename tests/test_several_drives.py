@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import aio
 import offload
@@ -24,7 +22,7 @@ from offload.planning.machine import DriveSpeed, Machine
 from offload.planning.profile import BLOCK_BYTES
 from offload.runtime.store import Store
 from tests.drives import DriveIO
-from tests.faults import aligned_tensor, failure_of, nothing_leaks
+from tests.faults import aligned_tensor, nothing_leaks
 from tests.simulated import MemoryIO, SimulatedIO
 from tests.small import adamw, config, small
 from tests.training import assert_same, attached, plain, result_of, train
@@ -162,67 +160,12 @@ def test_a_full_drive_among_others_is_named_and_leaves_nothing(
     assert io.calls == []
 
 
-def test_the_second_path_is_looked_at_too(tmp_path: Path) -> None:
-    missing = str(tmp_path / "missing")
-    model = small()
-    with pytest.raises(FileNotFoundError, match=re.escape(missing)):
-        offload.attach(model, adamw(model), config(EVERYTHING, (str(tmp_path), missing)))
-
-
 # -- the store ----------------------------------------------------------------------------------
-
-
-@given(st.integers(1, 4), st.integers(1, 9), st.data())
-def test_any_layout_of_records_over_any_stripes(drives: int, unit: int, data: Any) -> None:
-    blocks = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=6))
-    sizes = [BLOCK_BYTES * count for count in blocks]
-    layout: FileLayout = {("state", "u"): sizes}
-    with over(drives, layout, SimulatedIO(0, short_rate=0.3), unit * BLOCK_BYTES) as store:
-        whole, back = aligned_tensor(sum(sizes), 1), aligned_tensor(sum(sizes))
-        store.write("state", "u", whole, 0)
-        number = data.draw(st.integers(0, len(sizes) - 1))
-        part = aligned_tensor(sizes[number], 2)
-        store.write("state", "u", part, 1, chunk=number)
-        at = sum(sizes[:number])
-        whole[at : at + len(part)] = part
-        store.read("state", "u", back)
-        assert torch.equal(whole, back)
 
 
 def over(drives: int, layout: FileLayout, io: Any, unit_bytes: int = BLOCK_BYTES) -> Store:
     names = [f"/drive{n}" for n in range(drives)]
     return Store(names, layout, io, unit_bytes=unit_bytes)
-
-
-def run_all(store: Store) -> None:
-    for step in (1, 2):
-        for (kind, unit), sizes in LAYOUT.items():
-            data, back = aligned_tensor(sum(sizes), step), aligned_tensor(sum(sizes))
-            store.write(kind, unit, data, step)
-            store.read(kind, unit, back)
-            assert torch.equal(data, back)
-
-
-@pytest.mark.slow
-def test_every_call_can_fail_on_several_drives() -> None:
-    number, calls = 0, 1
-    while number < calls:
-        number += 1
-        io = SimulatedIO(number, errors={number: errno.EIO})
-        error = None
-        try:
-            with nothing_leaks(), over(3, LAYOUT, io) as store:
-                error = failure_of(lambda store=store: run_all(store))  # type: ignore[misc]
-                calls = len(io.calls) if error is None else calls + 1
-                run_all(store)
-        except OSError as refused:
-            error, calls = refused, calls + 1
-        assert io.inner.files == {}  # type: ignore[attr-defined]
-        if error is not None:
-            assert error.errno == errno.EIO
-            assert "failed: " in error.strerror
-            assert re.fullmatch(r"/drive[012](/[^/]*)?", error.filename)
-    assert number > 100
 
 
 def test_a_flipped_bit_names_the_drives_of_its_chunk() -> None:

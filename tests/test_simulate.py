@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -211,15 +210,6 @@ def test_on_a_cpu_device_updates_run_beside_the_user() -> None:
     assert busy(beside, Lane.COMPUTE) <= end_of(beside)
 
 
-def test_a_micro_batch_adds_to_the_sum() -> None:
-    program = program_of(blocks(1, 4096))
-    timeline = simulate(program, MACHINE, ten, steps=1, micro_batches=3)
-    verbs = Counter(span.op.verb for span in timeline.spans)
-    assert verbs[Verb.ADD] == 2
-    assert verbs[Verb.FORWARD] == verbs[Verb.BACKWARD] == 3
-    assert verbs[Verb.UPDATE] == 1
-
-
 # -- for every program --------------------------------------------------------------------------
 
 
@@ -364,22 +354,6 @@ def test_under_longer_compute_only_the_edge_is_exposed(placement: Placement) -> 
     )
     assert found.exposed <= edge + before + 0.02 * found.step_seconds
     assert edge < 0.08 * found.step_seconds
-
-
-LANES = ("h2d", "d2h", "disk_read", "disk_write", "cpu", "compute")
-
-
-def test_a_faster_lane_is_not_slower_where_blocks_are_alike() -> None:
-    profile = blocks(5, 100_000)
-    machine = Machine(device_bytes=0, cpu_bytes=0)
-    names = [f"{lane}_bytes_per_s" for lane in LANES]
-    faster = [replace(machine, **{name: 2 * getattr(machine, name)}) for name in names]
-    for placement in list(all_placements())[::3]:
-        program = program_of(profile, *homes(placement), weight_slots=1)
-        slow, *fast = (simulate(program, m, lambda u, v: 1e-3) for m in (machine, *faster))
-        # Lists of ops are scheduled greedily, which can cost a little (Graham's anomalies).
-        for name, one in zip(names, fast):
-            assert one.step_seconds <= 1.02 * slow.step_seconds, (name, placement)
 
 
 # -- bytes --------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from offload.planning.planner import _Search
 from offload.planning.profile import Sharding, StateChoice, lay_out_unit, profile_of
 from offload.planning.tiers import Tier
 from offload.program.compile import compile_program
-from offload.program.ops import Lane, Op, Program, Verb
+from offload.program.ops import Lane, Program, Verb
 from offload.program.predict import MICRO_BATCHES, MODEL, predict
 from offload.program.simulate import Timeline, _paces, seconds_of, simulate
 from tests.profiles import AMPLE, moved, plans, unit, wanted_parameters
@@ -282,10 +282,3 @@ def test_what_values_take_at_least_is_no_more_than_they_take(
         search = _Search(profile, config, machine, "adam")
         for on_device, slots in search.candidates():
             assert search.at_least[on_device] <= search.device(on_device, slots)
-
-
-def test_ops_are_of_the_representative_rank() -> None:
-    program = program_of(2, CPU, 1024)
-    ops = [op for op in program.phases["forward"].ops if op.lane is Lane.COMM]
-    assert [op.bytes for op in ops] == [1023 * BYTES] * 2
-    assert all(isinstance(op, Op) for op in ops)

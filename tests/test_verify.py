@@ -136,9 +136,6 @@ def test_a_home_in_another_tier() -> None:
     broken(wrong, "forward", index, "weight of block0 lives on cpu, not nvme")
 
 
-# -- the plan -----------------------------------------------------------------------------------
-
-
 def test_a_value_larger_than_its_slot() -> None:
     program = streamed()
     for place, buffer in program.plan.slots.items():
@@ -147,56 +144,6 @@ def test_a_value_larger_than_its_slot() -> None:
         slots = {**program.plan.slots, place: replace(buffer, bytes=0)}
         with pytest.raises(ProgramError, match=f"in {place.tier} {place.use} {place.number} of 0"):
             verify(with_plan(program, slots=slots))
-
-
-def test_a_home_that_is_too_small_or_missing() -> None:
-    program = program_of(blocks(2))
-    home = program.plan.homes["weight", 0]
-    small = {**program.plan.homes, ("weight", 0): replace(home, bytes=0)}
-    missing = {key: b for key, b in program.plan.homes.items() if key != ("weight", 0)}
-    for homes in (small, missing):
-        broken(with_plan(program, homes=homes), "plan", None, "weight of block0 of .* has 0 bytes")
-
-
-def test_buffers_that_overlap() -> None:
-    program = program_of(blocks(2))
-    buffers = sorted(program.plan.homes.items(), key=lambda item: item[1].offset)
-    for (_, one), (key, two) in pairwise(buffers):
-        homes = {**program.plan.homes, key: replace(two, offset=one.offset)}
-        broken(with_plan(program, homes=homes), "plan", None, f"overlap on {one.tier}")
-
-
-def test_a_buffer_that_is_not_aligned() -> None:
-    program = program_of(blocks(2))
-    home = replace(program.plan.homes["state", 1], offset=(1 << 40) + 64)
-    homes = {**program.plan.homes, ("state", 1): home}
-    broken(with_plan(program, homes=homes), "plan", None, "home of state of block1 is not aligned")
-
-
-@pytest.mark.parametrize("tier", ["device", "cpu", "nvme"])
-def test_a_budget_one_byte_too_small(tier: str) -> None:
-    program = streamed()
-    need = {name: program.plan.taken_bytes(name) for name in ("device", "cpu", "nvme")}
-    verify(with_plan(program, budgets=need))
-    budgets = {**need, tier: need[tier] - 1}
-    rule = f"{tier} takes {need[tier]} bytes, over its budget of {need[tier] - 1}"
-    broken(with_plan(program, budgets=budgets), "plan", None, rule)
-
-
-def test_a_lasting_unit_shares_no_slot() -> None:
-    program = program_of(blocks(4))
-    units = list(program.plan.profile.units)
-    units[3] = replace(units[3], lasting=True)
-    profile = replace(program.plan.profile, units=tuple(units))
-    broken(with_plan(program, profile=profile), "plan", None, "block3 is lasting but shares")
-
-
-def test_a_slot_missing_or_in_the_wrong_tier() -> None:
-    program = program_of(blocks(2))
-    for wrong in (None, Place("cpu", "gradient", 0)):
-        slots = (wrong, *program.plan.weight_slot[1:])
-        rule = "weight of block0 needs a device slot: True"
-        broken(with_plan(program, weight_slot=slots), "plan", None, rule)
 
 
 # -- contents -----------------------------------------------------------------------------------
