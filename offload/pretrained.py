@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -127,6 +128,11 @@ def _returned(name: str, found: Any) -> Any:
 
 def _check_folder(where: str, options: Mapping[str, Any]) -> None:
     """Refuse what cannot be streamed, before anything is built."""
+    if tuple(map(int, (found := version("transformers")).split(".")[:2])) < (5, 14):
+        raise ValueError(
+            f"from_pretrained: found transformers {found}, which makes what files lack at other "
+            "places: try pip install 'transformers>=5.14', or load the model by it, and attach"
+        )
     if given := [name for name in OURS.split() if options.get(name)]:
         raise ValueError(
             f"from_pretrained: {given[0]} is not offered: the folder itself has the weights, as "

@@ -23,8 +23,8 @@ from offload.program.ops import FACTOR, Phase, Program, Use, Value, Verb, cells
 from offload.program.schedule import Scoreboard, Task
 from offload.program.verify import (
     ProgramError,
-    Walk,
     misfit,
+    misread,
     op_text,
     place_text,
     value_text,
@@ -75,11 +75,11 @@ def _shared(uses: Iterable[Use]) -> list[object]:
     return [use.value if use.place.use == "home" else use.place for use in uses]
 
 
-class _Proof(Walk):
+class _Proof:
     """Follows the versions in every place along a chain of phases."""
 
     def __init__(self, plan: Plan) -> None:
-        super().__init__(plan, {})
+        self.plan = plan
         # Races: by op, numbered along the phases; then by what uses share.
         self._board: Scoreboard[Task] = Scoreboard()
         self._waits: list[set[int]] = []
@@ -99,13 +99,18 @@ class _Proof(Walk):
         self._filled, self._unsaved = set[object](phase.entry), set[Place]()
         self._seen: dict[Verb, list[Value]] = {verb: [] for verb in Verb}
         self._check_slots(phase.entry.items(), "does not find at entry what it wants there")
-        super().run(phase)
+        for self.index, self.op in enumerate(phase.ops):
+            self._apply()
         self._check_slots(phase.exit.items(), "does not hold what it declares at exit")
         self._check_done()
 
     def _fail(self, rule: str) -> None:
         """Refuse the phase as a whole."""
         raise ProgramError(rule, self.phase.name)
+
+    def _fail_op(self, rule: str) -> None:
+        """Refuse the op of now."""
+        raise ProgramError(rule, self.phase.name, self.index, op_text(self.plan, self.op))
 
     def _check_slots(self, claims: Iterable[tuple[Place, int]], rule: str) -> None:
         for slot, unit in claims:
@@ -126,15 +131,15 @@ class _Proof(Walk):
         version = self._homes.get(value, START) if place.use == "home" else START
         if place.use != "home":
             if place not in self._filled and use != FACTOR:
-                self.fail(f"reads {place_text(place)}, which nothing in its phase has filled")
+                self._fail_op(f"reads {place_text(place)}, which nothing in its phase has filled")
             there, version = self._there.get(place, (None, START))
             if there != value:
-                self.misread(place, value, there)
+                self._fail_op(misread(self.plan, place, value, there))
         if value.kind != "gradient" and version != self._newest.get(value, START):
-            self.fail(f"reads {value_text(self.plan, value)} from before an update")
+            self._fail_op(f"reads {value_text(self.plan, value)} from before an update")
         return version
 
-    def apply(self) -> None:
+    def _apply(self) -> None:
         """The effect of the op on the contents."""
         op, verb, made = self.op, self.op.verb, frozenset({self._check_waits()})
         versions = [self._read(use) for use in op.reads]
@@ -143,7 +148,7 @@ class _Proof(Walk):
             made = versions[0]
         elif verb is Verb.ADD:
             if versions[0] & versions[1]:
-                self.fail("adds a gradient that is in the sum already")
+                self._fail_op("adds a gradient that is in the sum already")
             made = versions[0] | versions[1]
         elif verb is Verb.UPDATE:
             self._newest.update((use.value, made) for use in op.writes)
@@ -166,7 +171,7 @@ class _Proof(Walk):
         for cell, other in sharers:
             if other != own and not self._waits_for(own, other):
                 where = place_text(cell) if isinstance(cell, Place) else "a home"
-                self.fail(f"does not wait for an earlier op, with which it shares {where}")
+                self._fail_op(f"does not wait for an earlier op, with which it shares {where}")
         for cell in reads:
             self._readers.setdefault(cell, []).append(own)
         for cell in writes:
@@ -194,7 +199,9 @@ class _Proof(Walk):
         if use.place in self._unsaved:
             there, version = self._there[use.place]
             if there != use.value:
-                self.fail(f"overwrites {value_text(self.plan, there)} before it has left its slot")
+                self._fail_op(
+                    f"overwrites {value_text(self.plan, there)} before it has left its slot"
+                )
             made |= version
         self._unsaved.add(use.place)
         return made

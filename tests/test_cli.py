@@ -308,7 +308,7 @@ def test_help_shows_what_a_number_is(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")
     assert run("train", "--help") == 0
     told = capsys.readouterr().out
-    assert "what is free (after device_memory," in told
+    assert "half of what device_memory leaves" in told
     assert "are read as flags; flags win over it." in told  # A line of the docstring ends at "as".
     assert "--micro-batches INT" in told
     assert "--max-grad-norm FLOAT" in told

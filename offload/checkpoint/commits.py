@@ -337,13 +337,12 @@ class RankDirectory(RunDirectory):
 
     def made(self) -> None:
         """Count it where all ranks look."""
-        self._group.count("commits")
+        self._group.count_commit()
 
     def wait(self) -> None:
         """Block until the counter says it."""
         if self._all < self._number:
-            made = (self._number - self._first) * self._group.ranks
-            self._group.wait_for_count("commits", made)
+            self._group.wait_for_commits((self._number - self._first) * self._group.ranks)
             self._all = self._number
 
 

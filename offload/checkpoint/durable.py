@@ -124,7 +124,7 @@ class Commits:
         if ended is None and self._engine.commits is self:
             self._alone = False  # No thread can be started now.
             with contextlib.suppress(RuntimeError):  # Asleep, closed, or in the middle of a step.
-                self._engine.commit_end()
+                self._engine.commit(alone=True)
 
     def _let_go(self) -> None:
         """Commit the last step and close, as nobody has the model any more."""

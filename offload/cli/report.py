@@ -143,10 +143,8 @@ def show(console: Output, run: Run, found: Breakdown, path: Path) -> None:
         if here := [f"{kind}s {format_bytes(size)}" for kind, at, size in run.homes if at == tier]:
             console.sentence(f"on {tier}: {', '.join(here)}")
     if found.misses:
-        console.sentence(
-            f"{found.misses} uses of a unit out of the order foreseen, in {steps}: each waits for "
-            "its copies, and the order is learned anew"
-        )
+        told = f"{found.misses} uses of a unit out of the order foreseen, in {steps}: each waited"
+        console.sentence(told)
     for line in verdict(run, found):
         console.sentence(line, style="bold")
 

@@ -121,7 +121,7 @@ class Engine:
         )
         self._notices: tuple[str, ...] = tuple(filter(None, found))
         self._pid, self._since = os.getpid(), time.perf_counter()
-        self._interruptions = len(entries.interruptions())
+        self._interruptions = len(entries.interruptions)
         engines.add(self)
         self._close = weakref.finalize(self, _close, runner, self._pid)
         available()  # The extensions are loaded now: what is registered later goes first at exit,
@@ -171,9 +171,9 @@ class Engine:
                 "the offload engine of this model was closed: after offload.detach() go on with "
                 "the optimizer that it returned; after close() attach the model anew"
             )
-        if len(entries.interruptions()) != self._interruptions:
+        if len(entries.interruptions) != self._interruptions:
             raise EngineError(
-                f"{entries.interruptions()[-1]} interrupted the offload engine in the middle of "
+                f"{entries.interruptions[-1]} interrupted the offload engine in the middle of "
                 "something that may be half done: go on from the last checkpoint"
             )
         self.runner.check()
@@ -521,18 +521,13 @@ class Engine:
         return not self.early.begun
 
     @entry
-    def commit(self) -> None:
+    def commit(self, *, alone: bool = False) -> None:
         """Commit the last step now, where the engine is durable, and return when that is done; over
-        ranks on all of them.
+        ranks on all of them, unless this one comes to its end `alone`.
 
         Raises:
             ValueError: the engine is not durable.
         """
-        self.commit_end(alone=False)
-
-    @entry
-    def commit_end(self, *, alone: bool = True) -> None:
-        """The same where this rank comes to its end, maybe `alone`."""
         with self.call(WHOLE_STATE):
             self.boundary()
             self.commits.commit(alone=alone)
@@ -547,7 +542,7 @@ class Engine:
         mine = os.getpid() == self._pid
         try:
             if mine and self.commits.durable and self._usable():
-                self.commit_end()
+                self.commit(alone=True)
         finally:
             if mine:
                 self.commits.close()

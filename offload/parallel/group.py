@@ -263,14 +263,14 @@ class Group:
             for one in sorted(works, key=lambda one: not one.is_completed()):
                 one.wait()
 
-    def count(self, what: str) -> None:
-        """This rank has done it once more; from any thread."""
+    def count_commit(self) -> None:
+        """This rank has made one more; from any thread."""
         with suppress(RuntimeError):  # The process group is gone, and nobody waits.
-            group_store(self._group).add(f"offload {self._number} {what}", 1)
+            group_store(self._group).add(f"offload {self._number} commits", 1)
 
-    def wait_for_count(self, what: str, times: int) -> None:
-        """Block until the ranks together have done it so often."""
-        since, key = time.monotonic(), f"offload {self._number} {what}"
+    def wait_for_commits(self, times: int) -> None:
+        """Block until the ranks together have made so many."""
+        since, key = time.monotonic(), f"offload {self._number} commits"
         with interruptible(), self._failing():
             while group_store(self._group).add(key, 0) < times:
                 self._look(time.monotonic() - since)

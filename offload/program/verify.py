@@ -17,8 +17,6 @@ waits for. A chunk of a stream takes one staging slot, waits for nothing else, a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from offload.planning.layout import Place, Plan
 from offload.program.ops import FACTOR, Op, Phase, Use, Value
 
@@ -38,9 +36,14 @@ class ProgramError(ValueError):
 
 def verify_pass(plan: Plan, phase: Phase) -> None:
     """Raise ProgramError for the first rule that a pass breaks, see [Note: What is checked]."""
-    for op in phase.ops:
+    slots = {slot: Value("weight", unit) for slot, unit in phase.entry.items()}
+    for index, op in enumerate(phase.ops):
         check_op(plan, op)
-    Walk(plan, phase.entry).run(phase)
+        for place, value in op.reads:
+            if place.use != "home" and (there := slots.get(place)) != value:
+                rule = misread(plan, place, value, there)
+                raise ProgramError(rule, phase.name, index, op_text(plan, op))
+        slots |= {place: value for place, value in op.writes if place.use != "home"}
 
 
 def check_op(plan: Plan, op: Op) -> None:
@@ -69,35 +72,10 @@ def misfit(plan: Plan, use: Use) -> str:
     return ""
 
 
-class Walk:
-    """Follows what slots hold, op by op along phases."""
-
-    def __init__(self, plan: Plan, in_slots: Mapping[Place, int]):
-        """`in_slots` tells whose weights slots hold at first."""
-        self.plan = plan
-        self._slots = {slot: Value("weight", unit) for slot, unit in in_slots.items()}
-
-    def run(self, phase: Phase) -> None:
-        """Walk the next phase."""
-        self.phase = phase
-        for self.index, self.op in enumerate(phase.ops):
-            self.apply()
-
-    def fail(self, rule: str) -> None:
-        """Refuse the op of now."""
-        raise ProgramError(rule, self.phase.name, self.index, op_text(self.plan, self.op))
-
-    def apply(self) -> None:
-        """The effect of the op on the contents of slots."""
-        for place, value in self.op.reads:
-            if place.use != "home" and (there := self._slots.get(place)) != value:
-                self.misread(place, value, there)
-        self._slots |= {place: value for place, value in self.op.writes if place.use != "home"}
-
-    def misread(self, place: Place, value: Value, there: Value | None) -> None:
-        """Refuse the op, which reads a value in a slot, where there is another."""
-        has = "nothing" if there is None else value_text(self.plan, there)
-        self.fail(f"reads {value_text(self.plan, value)} in {place_text(place)}, which has {has}")
+def misread(plan: Plan, place: Place, value: Value, there: Value | None) -> str:
+    """That an op reads a value in a slot, where there is another."""
+    has = "nothing" if there is None else value_text(plan, there)
+    return f"reads {value_text(plan, value)} in {place_text(place)}, which has {has}"
 
 
 def op_text(plan: Plan, op: Op) -> str:

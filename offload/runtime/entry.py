@@ -54,18 +54,14 @@ def uncompiled(function: Callable[Parameters, Result]) -> Callable[Parameters, R
 
 _now = time.perf_counter
 _tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
-_interruptions: list[str] = []
+interruptions: list[str] = []
+"""Names of the exceptions that have cut through the engine's Python so far."""
 _WHOLE = "_offload_state_is_whole"
 
 NOWHERE: deque[tuple[float, float]] = deque(maxlen=0)
 calls = NOWHERE
 """Begin and end, by `time.perf_counter`, of the last calls into the engine whose call is under way;
 set by the engine."""
-
-
-def interruptions() -> list[str]:
-    """Names of the exceptions that have cut through the engine's Python so far."""
-    return _interruptions
 
 
 class EngineError(RuntimeError):
@@ -100,7 +96,7 @@ def entry(function: Callable[Parameters, Result]) -> Callable[Parameters, Result
             return function(*args, **kwargs)
         except BaseException as error:
             if not isinstance(error, Exception) and not getattr(error, _WHOLE, False):
-                _interruptions.append(type(error).__name__)
+                interruptions.append(type(error).__name__)
                 setattr(error, _WHOLE, True)  # Noted once, through however many entries it goes.
             raise
         finally:
