@@ -233,7 +233,7 @@ def detach(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer | None]:
         for unit, at, value, gradient in values:
             unit.make_plain(at, value)
             if gradient is not None:
-                gradient = engine.held(unit.index, at, gradient.to(value.dtype))
+                gradient = engine.wrapped(unit.index, at, gradient.to(value.dtype))
             unit.parameters[at].grad = gradient
         engine.close()
     return model, original

@@ -266,13 +266,13 @@ def test_what_a_backward_has_behind_it_keeps_no_slot(
 ) -> None:
     """A reentrant checkpoint's backward lies within that of the head, which is over."""
     kept: list[int] = []
-    release_held = ActiveUnits.release_held
+    release_stayed = ActiveUnits.release_stayed
 
     def looked(units: ActiveUnits, *args: Any, **more: Any) -> None:
-        release_held(units, *args, **more)
-        kept.append(sum(one.held for one in units.units if one is not more.get("but")))
+        release_stayed(units, *args, **more)
+        kept.append(sum(one.stays for one in units.units if one is not more.get("but")))
 
-    monkeypatch.setattr(ActiveUnits, "release_held", looked)
+    monkeypatch.setattr(ActiveUnits, "release_stayed", looked)
     options = fp32(build=partial(Net, checkpointed=True, reentrant=True))
     as_in_plain_torch(plain, ("nvme", "cpu", "cpu"), tmp_path, **options)
     assert kept

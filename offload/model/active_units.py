@@ -84,8 +84,8 @@ class ActiveUnits:
         changed = [name for unit in used if unit.weights is not None and (name := unit.changed())]
         for unit in used:
             unit.depth = max(0, unit.depth - 1)
-            unit.held = (
-                unit.weights is not None and (unit.held or unit.spec.lasting) and not changed
+            unit.stays = (
+                unit.weights is not None and (unit.stays or unit.spec.lasting) and not changed
             )
             if unit.fused and unit.weights is not None and not unit.depth:
                 unit.unbind(between=True)
@@ -101,7 +101,7 @@ class ActiveUnits:
 
     def release(self, unit: FlatUnit) -> None:
         """Put a unit at rest when nothing uses it any more."""
-        if unit.weights is None or unit.depth > 0 or unit.held or unit.between:
+        if unit.weights is None or unit.depth > 0 or unit.stays or unit.between:
             return
         self._snapshots.unreserve(unit.index)
         unit.unbind()
@@ -112,11 +112,11 @@ class ActiveUnits:
 
     def hold(self, unit: FlatUnit, graph_task: int) -> None:
         """Keep a unit in use for its backward, until the next one's in the same graph task."""
-        if not unit.held:  # Else a backward around this one may have its weights.
+        if not unit.stays:  # Else a backward around this one may have its weights.
             unit.graph_task = graph_task
-        unit.held = True
+        unit.stays = True
 
-    def release_held(self, graph_task: int, *, but: FlatUnit | None = None) -> None:
+    def release_stayed(self, graph_task: int, *, but: FlatUnit | None = None) -> None:
         """Put the units at rest that a graph task holds, but one, those that were called inside
         its forward, whose backwards interleave with its own, and those that are lasting."""
         changed = None
@@ -124,7 +124,7 @@ class ActiveUnits:
             stays = but is not None and unit.nested_with(but)
             if unit.graph_task == graph_task and not (stays or unit.spec.lasting):
                 changed = changed or unit.changed()
-                unit.held, unit.graph_task = False, -1
+                unit.stays, unit.graph_task = False, -1
                 unit.between &= but is None  # Else another one's turn has come.
                 self.release(unit)
         if changed:
@@ -133,7 +133,7 @@ class ActiveUnits:
     def release_all(self, *, but_used: bool = False) -> None:
         """Put every unit at rest, whatever uses it, `but_used` those that a running module uses."""
         for unit in [one for one in self.units if not (but_used and one.depth)]:
-            unit.depth, unit.held, unit.between, unit.graph_task = 0, False, False, -1
+            unit.depth, unit.stays, unit.between, unit.graph_task = 0, False, False, -1
             self.release(unit)
 
     def saved_weight(self, tensor: torch.Tensor) -> SavedWeight | None:

@@ -242,7 +242,7 @@ class Engine:
         """A backward has ended; the outermost one ends the pass."""
         with self.lock:
             self.graph_tasks.ended(task)
-            self.active.release_held(task)
+            self.active.release_stayed(task)
             if self.graph_tasks.running:
                 self._begin_final()
                 return
@@ -336,7 +336,7 @@ class Engine:
         """A module that uses a unit is about to run; inside a backward it is a recompute."""
         if in_backward():
             task = self.enter_backward()  # A recompute may be the first that is seen of it.
-            self.active.release_held(task, but=unit)  # Their backward is over.
+            self.active.release_stayed(task, but=unit)  # Their backward is over.
             self.early.require_open(unit.index, "a recompute")
         else:
             self.commits.forward_begins()  # The pass may have begun without gradients.
@@ -348,7 +348,7 @@ class Engine:
     def hold(self, unit: FlatUnit) -> None:
         """The backward of a unit is next: let go of the units held before it."""
         task = self.enter_backward()
-        self.active.release_held(task, but=unit)
+        self.active.release_stayed(task, but=unit)
         if self.early.final:
             self._begin_final()  # Before blocking: the lanes may take it up meanwhile.
         if unit.index not in self.early.begun:  # Else nothing that comes needs its weights.
@@ -357,7 +357,7 @@ class Engine:
 
     def _use(self, unit: FlatUnit) -> None:
         """Bring a unit into use, in a pass that is opened where there is none."""
-        if unit.between and not unit.held:
+        if unit.between and not unit.stays:
             self.snapshots.boundary(unit.index)  # An edit puts it at rest.
         if unit.weights is not None:
             if unit.task is not None:
@@ -413,16 +413,16 @@ class Engine:
         """A value of a parameter, of which this is here, as the user has it."""
         if self.ranks is not None:
             here = self.ranks.shard(kind, unit, index, here)
-        return self.held(unit, index, here)
+        return self.wrapped(unit, index, here)
 
-    def held(self, unit: int, index: int, local: torch.Tensor) -> torch.Tensor:
+    def wrapped(self, unit: int, index: int, local: torch.Tensor) -> torch.Tensor:
         """A value of a parameter as the user has it, a DTensor where that is one."""
         return self.units[unit].bindings[index].shown(local)
 
     def saved(self, unit: int, index: int) -> torch.Tensor:
         """What `state_dict()` has of a parameter: a copy in CPU memory, of what is here."""
         if self.ranks is None:
-            return self.held(unit, index, self.values_of(unit, index).cpu())
+            return self.wrapped(unit, index, self.values_of(unit, index).cpu())
         parameter = self.units[unit].parameters[index]
         found: torch.Tensor = parameter.detach().to("cpu", copy=True)
         return found

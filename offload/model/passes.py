@@ -47,7 +47,7 @@ class _Compiled(NamedTuple):
     phase: Any
     ends: list[int]
     """How many ops there are up to the compute of each unit."""
-    held: dict[Place, int]
+    in_slots: dict[Place, int]
     """What the slots hold at the end."""
 
 
@@ -79,7 +79,7 @@ class Passes:
         self.number = 0
         """Passes opened so far; the pass under way, or the last one."""
         self.misses = 0
-        self._held: dict[Place, int] = {}
+        self._in_slots: dict[Place, int] = {}
         """Unit that each slot will hold when all that is queued has run."""
         self.verb: Verb | None = None
         """Direction of the open pass; None where none is."""
@@ -97,7 +97,7 @@ class Passes:
         assert self.verb is None
         self.number += 1
         if self.collectives is not None:
-            self.collectives.opened(verb, self._held)
+            self.collectives.opened(verb, self._in_slots)
         self.verb = verb
         self._fetch(0, whole=self._steady[verb])
 
@@ -142,7 +142,7 @@ class Passes:
         coming = {self._plan.slot_in_use(entry.unit) for entry in self._queue}
         if slot is None:
             return coming <= {None}
-        return slot not in coming and self._held.get(slot) == unit
+        return slot not in coming and self._in_slots.get(slot) == unit
 
     def pause(self) -> None:
         """Take back all that is queued and has not begun; the next use goes on from there."""
@@ -163,15 +163,15 @@ class Passes:
     def forget(self) -> None:
         """The memory of the tiers is given back, and what the slots hold with it."""
         assert self.verb is None
-        self._held.clear()
+        self._in_slots.clear()
         if self.collectives is not None:
             self.collectives.forget()
 
     def invalidate(self, unit: int) -> None:
         """What a slot holds of `unit`, or will hold, is no longer its weights."""
         for slot in (self._plan.full_weight[unit], self._plan.weight_slot[unit]):
-            if slot is not None and self._held.get(slot) == unit:
-                del self._held[slot]
+            if slot is not None and self._in_slots.get(slot) == unit:
+                del self._in_slots[slot]
 
     def weights_changed(self, unit: int) -> None:
         """The home of a unit's weights changes: what is fetched or to be fetched of them is old."""
@@ -212,7 +212,9 @@ class Passes:
         """Queue the fetches of units, unless their slots will hold them, and their computes."""
         compiled = self._compile(units, position)
         tasks = self._runner.start(compiled.phase, self.number)
-        self._held.update(compiled.held)  # Last: what could not be queued will be in no slot.
+        self._in_slots.update(
+            compiled.in_slots
+        )  # Last: what could not be queued will be in no slot.
         begins = [0, *compiled.ends]
         return [
             Entry(unit, position + at, tasks[begins[at] : end - 1], tasks[end - 1])
@@ -224,16 +226,16 @@ class Passes:
             by[unit] for by in (self._plan.full_weight, self._plan.weight_slot) for unit in units
         )
         slots = dict.fromkeys(filter(None, every))
-        held = {slot: self._held[slot] for slot in slots if slot in self._held}
-        key = "pass", self.verb, units, position, tuple(held.items())
+        in_slots = {slot: self._in_slots[slot] for slot in slots if slot in self._in_slots}
+        key = "pass", self.verb, units, position, tuple(in_slots.items())
 
         def made() -> _Compiled:
             assert self.verb is not None
-            phase, ends = pass_phase(self._plan, self.verb, units, position, held)
+            phase, ends = pass_phase(self._plan, self.verb, units, position, in_slots)
             verify_pass(self._plan, phase)
             works = self._runner.works
             written = self._runner.written([(op, works.of(op)) for op in phase.ops])
-            return _Compiled(written, ends, held)
+            return _Compiled(written, ends, in_slots)
 
         found: _Compiled = self._runner.keep(key, made)
         return found

@@ -82,10 +82,12 @@ class _Snapshot:
 class Snapshots:
     """The snapshots of an engine, at most `limit_bytes` at once."""
 
+    enter: Callable[[Key], Any]
+    """`lend` as a call from the user's code; set by the engine."""
+
     def __init__(self, runner: Runner, forget_slot: Callable[[int], None], limit_bytes: int):
         """None is there yet; `forget_slot` is told of a unit whose weights are others."""
-        self._runner = runner
-        self._forget_slot = forget_slot
+        self._runner, self._forget_slot = runner, forget_slot
         self._units = runner.plan.profile.units
         self._chunks = ChunkCache(runner)
         self._limit_bytes = limit_bytes
@@ -95,7 +97,6 @@ class Snapshots:
         """Of before a boundary, and still held."""
         self._reserved: dict[int, int] = {}
         """Bytes by unit that is used in memory of its own, see `active_units`."""
-        self.enter = self.lend  # As a call from the user's code: the engine sets it.
         stored = (sum(sizes) for (kind, _), sizes in runner.plan.file.items() if kind == "gradient")
         self._some_rest = sum(stored) > limit_bytes
         resting = weakref.WeakValueDictionary[Key, RestingGradient]()

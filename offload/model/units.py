@@ -217,7 +217,7 @@ class FlatUnit:
         """Calls of announcing modules under way."""
         self.between = False
         """In its slot between two calls, see [Note: Fused units]."""
-        self.held = False
+        self.stays = False
         """In use beyond those calls: for its backward, or lasting to the end of the pass."""
         self.graph_task = -1
         """The graph task of autograd that holds it, if any."""

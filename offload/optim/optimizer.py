@@ -245,7 +245,7 @@ class Optimizer(torch.optim.Optimizer):
             for name, value in found.items():
                 if name != "step":
                     whole = self.engine.whole(*place, self.engine.part(*place, value))
-                    found[name] = self.engine.held(*place, whole).to(parameter.device)
+                    found[name] = self.engine.wrapped(*place, whole).to(parameter.device)
             self._original.state[parameter] = found
         if isinstance(self._original, CPUOptimizer):
             give_back(self._original)

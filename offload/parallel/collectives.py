@@ -74,9 +74,9 @@ class Collectives:
 
     # -- passes ----------------------------------------------------------------------------------
 
-    def opened(self, verb: Verb, held: Mapping[Place, int]) -> None:
+    def opened(self, verb: Verb, in_slots: Mapping[Place, int]) -> None:
         """A pass begins, on all ranks."""
-        gathered = sorted((at.number, u) for at, u in held.items() if at.use == "full_weight")
+        gathered = sorted((at.number, u) for at, u in in_slots.items() if at.use == "full_weight")
         changed, self._changed = sum(1 << unit for unit in self._changed), set()
         last = self.profile.sharding.late and verb is Verb.BACKWARD and self._early.said_last
         self._order.open((verb.value, tuple(gathered), last), changed << 1 | last)
