@@ -20,6 +20,8 @@ GIB = 1 << 30
 
 def check(finding, level, told, fix=""):
     assert finding.level == level, finding
+    assert bool(finding.fix) == (level != "ok"), finding
+    assert "\n" not in finding.found + finding.fix, finding
     assert told in finding.found, finding
     assert fix in finding.fix, finding
 
@@ -28,12 +30,6 @@ def test_ready_unless_something_stops():
     ok, note = Finding("a", "ok", "b"), Finding("a", "note", "b", "c")
     assert findings.ready([ok, note])
     assert not findings.ready([ok, Finding("a", "stop", "b", "c")])
-
-
-def test_every_finding_but_a_good_one_has_a_fix_and_is_a_line():
-    for wrong in (("note", "a", ""), ("stop", "a", ""), ("ok", "a", "b"), ("note", "a\nb", "c")):
-        with pytest.raises(AssertionError):
-            Finding("x", *wrong)
 
 
 def test_torch():

@@ -294,6 +294,9 @@ def _notes(found: Estimate) -> Iterator[str]:
         f"{asked.machine}: {cluster.compute_share:.1%} of the peak and {cluster.nic_share:.1%} of "
         f"the NICs count. {cluster.source}"
     )
+    if asked.placing.device_memory is None:
+        size = format_bytes(found.layout.budgets["device"]).replace(" ", "")
+        yield f"Config(device_memory='{size}') takes as much of a GPU; by default attach takes half"
     if found.shard:
         kept = {3: "for each use"}.get(found.shard, "kept on each device until the update")
         late = ", and whole gradients of a rank's micro-batches" if found.shard == 1 else ""
