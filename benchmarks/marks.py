@@ -33,7 +33,8 @@ from offload.planning.tiers import TIERS, Tier
 from offload.planning.transformer import gpt
 from offload.program.compile import compile_program
 from offload.program.ops import Verb
-from offload.program.predict import MODEL, Prediction, predict
+from offload.program.predict import predict
+from offload.reporting import MODEL, Prediction
 
 A100, V100 = cluster_of("dgx-a100"), cluster_of("dgx2-v100")
 

@@ -17,9 +17,9 @@ from offload.model.engine import Engine
 from offload.planning.machine import Machine, measured_speeds
 from offload.program.compile import compile_program
 from offload.program.ops import OF_USER, Lane, Program, Verb
-from offload.program.predict import MODEL, predict
+from offload.program.predict import predict
 from offload.program.simulate import speed_of
-from offload.reporting import ENGINE, Prediction, Run, Span, Wait, clip, seconds
+from offload.reporting import ENGINE, MODEL, Prediction, Run, Span, Wait, clip, seconds
 from offload.runtime.stats import Ran, Trace
 
 SIMULATED_OPS_MAX = 30_000
@@ -129,12 +129,11 @@ def _predicted(engine: Engine, trace: Trace, since: float) -> tuple[Prediction |
         # A faster device speeds up the user's own compute, but not the engine's calls in it.
         faster_share=1 - own / working / 2,
     )
-    what_if = {name: s for name, s in found.faster.items() if name not in (MODEL, "compute")}
-    if engine.runner.device.is_host and MODEL in found.faster:  # Else it is not measured.
-        what_if["compute"] = found.faster[MODEL]
+    # Of an accelerator the user's own compute is not measured.
+    hidden = {"compute"} if engine.runner.device.is_host else {"compute", MODEL}
+    faster = {name: s for name, s in found.faster.items() if name not in hidden}
     busy = {**dict.fromkeys(engine.report().lanes, 0.0), **found.busy}
-    del busy[MODEL]
-    return Prediction(found.step_seconds, found.exposed_seconds, busy, what_if), ""
+    return replace(found, busy=busy, faster=faster), ""
 
 
 def _machine(ran: Sequence[Ran], *, device_is_cpu: bool) -> Machine:

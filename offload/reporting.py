@@ -10,13 +10,13 @@ import itertools
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 from offload.planning.machine import cache_path, replace_file
 
-FORMAT, VERSION = "offload run", 5
+FORMAT, VERSION = "offload run", 6
 
 KEPT_MAX = 5
 """Runs that are kept in the user's cache."""
@@ -53,16 +53,24 @@ class Wait(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """The simulated step, with the compute and the lane speeds of the run."""
+    """A step in its steady state."""
 
-    step_s: float
-    exposed_s: float
-    """How much of it the user's thread waits."""
+    step_seconds: float
+    exposed_seconds: float
+    """In which the user's thread is blocked."""
     busy: Mapping[str, float]
-    """By lane, seconds of a step, without the user's own compute."""
-    what_if: Mapping[str, float]
-    """By lane that matters, the seconds of a step if it were twice as fast; `compute` is the user's
-    own."""
+    """Seconds of work by lane; `MODEL` is the user's."""
+    moved: Mapping[str, int]
+    """Bytes by lane; on cpu and compute, of operands."""
+    faster: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of the step by the lane that is twice as fast."""
+
+    @property
+    def bound_by(self) -> str:
+        """The lane that saves most where it is twice as fast, if that is known; or the busiest."""
+        if self.faster:
+            return min(self.faster, key=lambda lane: self.faster[lane])
+        return max(self.busy, key=lambda lane: self.busy[lane])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,6 +105,7 @@ class Run:
     since: float
     """The time after which nothing was dropped."""
     prediction: Prediction | None
+    """With the compute and the lane speeds of the run."""
     unpredicted: str
     """Why there is no prediction."""
 

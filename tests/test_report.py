@@ -71,7 +71,7 @@ MADE = Run(
     waits=[Wait("disk", 16.0, 19.0), Wait("cpu", 19.0, 19.5), Wait("disk", 2.0, 3.0)],
     stepped=[[1, 10.0, 1], [2, 20.0, 3], [3, 30.0, 4]],
     since=0.0,
-    prediction=Prediction(9.5, 1.0, {"disk": 4.0}, {"compute": 8.0, "disk": 6.0, "cpu": 9.5}),
+    prediction=Prediction(9.5, 1.0, {"disk": 4.0}, {}, {"model": 8.0, "disk": 6.0, "cpu": 9.5}),
     unpredicted="",
 )
 """Two whole steps, from 10 to 30."""
@@ -130,7 +130,7 @@ def test_what_bounds_the_step_is_what_would_help():
     assert "The disk lane bounds the step: it works 40% of the time, and training waits 18%" in told
     assert "save 37% of the step" in told
     assert "Try one more drive (nvme_path takes several)" in told
-    compute = replace(MADE, prediction=Prediction(9.5, 0, {}, {"compute": 5.0, "disk": 9.0}))
+    compute = replace(MADE, prediction=Prediction(9.5, 0, {}, {}, {"model": 5.0, "disk": 9.0}))
     assert bound(compute, found) == "model"
     assert "without offloading: 22% of it." in verdict(compute, found)[0]
     assert "A device twice as fast would save 47%" in verdict(compute, found)[1]
@@ -141,7 +141,7 @@ def test_what_bounds_the_step_is_what_would_help():
     assert bound(compute, waiting) == "model"  # Saves 4.5 of 9.5 s, half of the rest 4.
     assert bound(MADE, waiting) == "other"  # The disk saves 3.5 s.
     assert "more workers of the DataLoader" in " ".join(verdict(MADE, waiting))
-    nothing = replace(MADE, prediction=Prediction(9.5, 0, {}, {"compute": 9.45}))
+    nothing = replace(MADE, prediction=Prediction(9.5, 0, {}, {}, {"model": 9.45}))
     assert bound(nothing, found) == "other"
     alone = replace(MADE, prediction=None, unpredicted="for a reason")
     assert verdict(alone, found)[-1] == "What would help was not simulated: for a reason."
@@ -149,9 +149,9 @@ def test_what_bounds_the_step_is_what_would_help():
     assert "lives on the device" in verdict(replace(MADE, prediction=None), idle)[-1]
 
 
-@pytest.mark.parametrize("lane", ["compute", "h2d", "d2h", "cpu", "disk"])
+@pytest.mark.parametrize("lane", ["model", "h2d", "d2h", "cpu", "disk"])
 def test_every_lane_that_can_bound_a_step_has_advice(lane):
-    made = replace(MADE, prediction=Prediction(9.5, 0, {}, {lane: 1.0}))
+    made = replace(MADE, prediction=Prediction(9.5, 0, {}, {}, {lane: 1.0}))
     (_, advice) = verdict(made, breakdown(made))
     assert "twice as fast would save 89% of the step" in advice
     assert "Try " in advice
@@ -247,7 +247,7 @@ def test_what_is_predicted_of_a_lane_is_what_is_measured(optimizer):
     else:
         pytest.fail(f"predicted {predicted}, measured {measured}")
     # With states on the host a faster device updates nothing faster: it is the user's own compute.
-    assert made.prediction.what_if["compute"] < made.prediction.step_s
+    assert made.prediction.faster["model"] < made.prediction.step_seconds
 
 
 @pytest.mark.parametrize("micro_batches", [None, 1])
@@ -276,8 +276,8 @@ def test_an_engine_s_run(micro_batches, monkeypatch):
     assert found.steps == 3  # In the first interval are two steps' updates.
     assert sum(found.parts.values()) == pytest.approx(found.step_s)
     assert found.parts["engine"] > 0
-    assert made.prediction.step_s > 0
-    assert set(made.prediction.what_if) <= {"compute", *report.lanes}
+    assert made.prediction.step_seconds > 0
+    assert set(made.prediction.faster) <= {"model", *report.lanes}
 
 
 def test_a_run_begins_with_a_wait_where_that_was_first(monkeypatch):
@@ -323,7 +323,7 @@ def test_on_a_paced_device_the_shares_are_those_that_were_asked_for(
     assert measured == pytest.approx((ends[-1] - ends[1]) / 3, rel=0.02)
     if placement == "nvme":
         assert bound(made, found) == "disk"
-        assert made.prediction.step_s == pytest.approx(found.step_s, rel=0.1)
+        assert made.prediction.step_seconds == pytest.approx(found.step_s, rel=0.1)
 
 
 def test_ops_of_a_lane_that_overlap_share_its_time():
@@ -396,7 +396,7 @@ def test_the_simulator_moves_what_the_engine_does(micro_batches):
 def test_on_an_accelerator_the_report_says_what_its_times_are(capsys):
     """Queueing and waiting for it are one part, and nothing is said of a faster device."""
     made = replace(MADE, device="cuda:0", device_is_host=False)
-    made = replace(made, prediction=replace(MADE.prediction, what_if={"disk": 9.4}))
+    made = replace(made, prediction=replace(MADE.prediction, faster={"disk": 9.4}))
     found = breakdown(made)
     assert found.parts == {"model": 7.0, "disk": 1.5, "cpu": 0.25, "engine": 1.25}
     told = " ".join(verdict(made, found))
@@ -433,5 +433,5 @@ def test_a_run_on_an_accelerator():
         device.timeline.finish()
     assert not made.device_is_host
     assert OTHER not in breakdown(made).parts
-    assert "compute" not in made.prediction.what_if
+    assert "model" not in made.prediction.faster
     assert "Times are those of the host's thread" in verdict(made, breakdown(made))[-1]

@@ -16,8 +16,9 @@ from offload.planning.profile import Sharding, StateChoice, lay_out_unit, profil
 from offload.planning.tiers import Tier
 from offload.program.compile import compile_program
 from offload.program.ops import Lane, Program, Verb
-from offload.program.predict import MICRO_BATCHES, MODEL, predict
+from offload.program.predict import MICRO_BATCHES, predict
 from offload.program.simulate import Timeline, _paces, seconds_of, simulate
+from offload.reporting import MODEL
 from tests.profiles import AMPLE, moved, plans, unit, wanted_parameters
 from tests.test_simulate import BYTES, MACHINE, end_of, spans, ten
 from tests.training import some_rows_fast

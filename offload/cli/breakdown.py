@@ -92,8 +92,8 @@ def _gains(run: Run) -> dict[str, float]:
     """By lane, the share of the step that would be saved if the lane were twice as fast."""
     if run.prediction is None:
         return {}
-    step_s, what_if = run.prediction.step_s, run.prediction.what_if.items()
-    return {MODEL if lane == "compute" else lane: 1 - s / step_s for lane, s in what_if}
+    faster, step_s = run.prediction.faster.items(), run.prediction.step_seconds
+    return {lane: 1 - s / step_s for lane, s in faster}
 
 
 def bound(run: Run, found: Breakdown) -> str:

@@ -30,7 +30,8 @@ from offload.planning.tiers import TIERS, format_bytes
 from offload.planning.transformer import PARTS, Transformer
 from offload.program.compile import compile_program
 from offload.program.ops import Verb
-from offload.program.predict import Prediction, predict
+from offload.program.predict import predict
+from offload.reporting import Prediction
 from offload.unit_plan import spills
 
 DEVICE_SHARE = 0.9

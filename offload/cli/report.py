@@ -131,9 +131,9 @@ def show(console: Output, run: Run, found: Breakdown, path: Path) -> None:
     last = run.stepped[-1][0]
     steps = "one step" if found.steps == 1 else f"{found.steps} steps"
     console.sentence(f"\na step took {found.step_s:.3f} s (mean of {steps}, to step {last})")
-    if run.prediction is not None:
+    if (foretold := run.prediction) is not None:
         console.sentence(
-            f"predicted: {run.prediction.step_s:.3f} s, of which {run.prediction.exposed_s:.3f} s "
+            f"predicted: {foretold.step_seconds:.3f} s, of which {foretold.exposed_seconds:.3f} s "
             f"waiting (it waited {found.waited_s:.3f} s)"
         )
     console.print(_parts(run, found))

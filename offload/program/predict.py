@@ -7,44 +7,19 @@ is added for each of the rest: a step of a thousand micro-batches costs no more 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from offload.planning.machine import Machine
 from offload.program.ops import Lane, Program, Verb
 from offload.program.simulate import ComputeSeconds, Timeline, simulate, speeds_of
+from offload.reporting import MODEL, Prediction
 
 STEPS = 2
 """That are simulated: the second is as all that follow, since each waits for the one before."""
 
 MICRO_BATCHES = 3
 """That are simulated at most, see [Note: Alike micro-batches]."""
-
-MODEL = "model"
-"""The user's forward and backward, beside the lanes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """A step in its steady state."""
-
-    step_seconds: float
-    exposed_seconds: float
-    """In which the user's thread is blocked."""
-    busy: Mapping[str, float]
-    """Seconds of work by lane; `MODEL` is the user's."""
-    moved: Mapping[str, int]
-    """Bytes by lane; on cpu and compute, of operands."""
-    faster: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of the step by the lane that is twice as fast."""
-
-    @property
-    def bound_by(self) -> str:
-        """The lane that saves most where it is twice as fast, if that is known; or the busiest."""
-        if self.faster:
-            return min(self.faster, key=lambda lane: self.faster[lane])
-        return max(self.busy, key=lambda lane: self.busy[lane])
 
 
 def predict(
