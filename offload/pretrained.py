@@ -23,6 +23,7 @@ from torch import nn
 
 import aio
 from offload.attachment import attach, exchange
+from offload.checkpoint.directory import RUN
 from offload.checkpoint.shards import WEIGHTS, SetsReader, head_of, index_of, joined, read_json
 from offload.config import Config, warn_user
 from offload.model.checks import check_arguments
@@ -140,6 +141,8 @@ def _check_folder(where: str, options: Mapping[str, Any]) -> None:
         )
     found = os.path.join(where, "config.json")
     if not os.path.isfile(found):
+        if os.path.exists(os.path.join(where, RUN)):
+            raise ValueError(f"{where} is of offload.save: attach a model, and offload.load it")
         there = "config.json" if os.path.isdir(where) else "such folder"
         raise ValueError(
             f"asked to load {where}; found no {there}: likely misspelt, or a name on the hub; try "

@@ -61,6 +61,11 @@ class TrainerMixin(_Trainer):  # type: ignore[misc]
             model = self.accelerator.prepare_model(model, evaluation_mode=True)
         return super()._wrap_model(model, *args, **options)
 
+    def _clip_grad_norm(self, model: Any) -> Any:
+        """Let the engine clip, where it does."""
+        clips = self.model in attached and engine_of(self.model).plan.clips
+        return None if clips else super()._clip_grad_norm(model)
+
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         """Read no gradients for the log where updates may have begun, or where the engine clips."""
         engine = engine_of(self.model) if self.model in attached else None

@@ -163,10 +163,10 @@ REFUSED = {
     "--batch 4096": "activations take about 4.34 TiB of a GPU with 22.35 GiB: give a smaller",
     "--no-recompute --batch 8": "or leave --no-recompute out",
     "--model 1t": "does not fit a GPU of workstation: the slots of whole units take 29.30 GiB",
-    "--model 1t --parts 1 --machine dgx-h100": "try --parts 4",
+    "--model 1t --parts 1 --machine dgx-h100": "fewer tokens at once, --parts 4, --shard 3",
     "--model 70b --machine dgx-a100 --shard 2": "--shard 3",
     "--model 175b --machine dgx-h100 --nvme-space 1GiB": "about --nodes 2 would do",
-    "--model 13b --nvme-space 1GiB": "or --states compact, half of them",
+    "--model 13b --nvme-space 1GiB": "give it 63.98 GiB more, or --states compact, which fit",
     "--params cpu --gradients cpu --optimizer cpu": "--cpu-memory 90.28GiB",
     "--durable x --nvme-pth y": "there is no option",
 }

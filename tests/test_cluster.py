@@ -56,7 +56,7 @@ def _write(path: Path, told: Any) -> str:
 def test_a_file_has_all_fields_or_is_like_a_known_machine(tmp_path: Path) -> None:
     assert cluster_of(_write(tmp_path, asdict(A100))) == A100
     found = cluster_of(_write(tmp_path, {"like": "dgx-a100", "gpus": 4, "nic_share": 0.5}))
-    assert found == replace(A100, gpus=4, nic_share=0.5)
+    assert found == replace(A100, gpus=4, nic_share=0.5, source="The file, and dgx-a100.")
 
 
 @pytest.mark.parametrize(

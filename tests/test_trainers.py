@@ -161,9 +161,8 @@ def test_with_the_mixin_updates_begin_inside_the_backward_and_the_engine_clips(
     assert [[row[0], *row[2:]] for row in logged(early)] == [
         [row[0], *row[2:]] for row in logged(plain)
     ], "but for the norm"
-    ours = run("ours", max_grad_norm=1.0)
     told.clear()
-    theirs = run("theirs")
+    ours, theirs = run("ours", max_grad_norm=1.0), run("theirs")
     (one, two), (first, second) = (
         [row[1] for row in logged(trainer) if row[0] is not None] for trainer in (ours, theirs)
     )

@@ -38,7 +38,7 @@ def _pretrained(path: str, recompute: bool) -> Transformer:
     try:
         import transformers
     except ImportError:
-        raise ValueError(f"--model {path}: only transformers reads it; pip install it") from None
+        raise ValueError(f"--model {path}: it takes pip install 'transformers>=5.14'") from None
     config: Any = transformers.AutoConfig.from_pretrained(file.parent)
     kind = getattr(transformers, next(iter(config.architectures or ["none"])), None)
     if kind is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -61,8 +60,8 @@ class Placing(Config):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """Where the values of a model would live on machines that need not be there, how long its step
-    would take, and what would bound it: from data sheets and two constants a machine.
+    """Where the values of a model, all of it trained and in bfloat16, would live on machines that
+    need not be there, how long its step would take, and what would bound it: from data sheets.
     """
 
     model: Annotated[str, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = "7b"
@@ -195,8 +194,7 @@ def _fitting(asked: Plan, machine: Machine, ranks: int) -> tuple[Transformer, La
     ways = [Sharding(0, ranks, s < 3, late=s == 1) for s in allowed] if ranks > 1 else [ALONE]
     told: ValueError | None = None
     for sharding, model in product(ways, models):
-        dtype = config.gradient_dtype
-        cut = partial(model.profile, sharding=sharding, gradient_dtype=dtype)
+        cut = partial(model.profile, sharding=sharding, gradient_dtype=config.gradient_dtype)
         if lack := _lacks(model, sharding, config, machine, asked):
             told = ValueError(lack)
             continue
@@ -226,17 +224,10 @@ def _lacks(
     slots = least.taken_bytes("device") + 2 * model.parameters * (sharding.keeps + sharding.late)
     if slots > budgets["device"]:
         size = format_bytes(slots, up=True)
-        ways = {
-            f"--device-memory {size.replace(' ', '')} and fewer tokens at once": slots
-            <= machine.device_bytes,
-            f"--parts {PARTS[-1]}": asked.parts not in ("auto", PARTS[-1]),
-            "--shard 3": config.shard in (1, 2),
-        }
-        tried = [way for way, may in ways.items() if may] or ["a narrower model"]
         return (
             f"{asked.model} does not fit a GPU of {asked.machine}: the slots of whole units take "
-            f"{size}, and their budget is {format_bytes(budgets['device'])}; try "
-            + " or ".join(tried)
+            f"{size}, and their budget is {format_bytes(budgets['device'])}; try --device-memory "
+            f"and fewer tokens at once, --parts {PARTS[-1]}, --shard 3 or a narrower model"
         )
     sizes = (least.sizes.value[kind] for kind in KINDS)
     taken = {id(one.flat): size for one, size in zip(few, map(sum, zip(*sizes)))}
@@ -244,13 +235,16 @@ def _lacks(
     room = sum(budgets.values()) - slots
     if needed <= room:
         return ""
-    nodes = math.ceil(asked.nodes * needed / room)
+    more = f"about --nodes {-(-asked.nodes * needed // room)} would do"
+    more = more if sharding.ranks > 1 else f"give it {format_bytes(needed - room, up=True)} more"
+    smaller = replace(config, states="compact")
+    if config != smaller and not _lacks(model, sharding, smaller, machine, asked):
+        more += ", or --states compact, which fit"
     return (
         f"{asked.model} does not fit {asked.nodes} x {asked.machine}: values take "
         f"{format_bytes(needed, up=True)} of a rank, and its budgets are "
         + ", ".join(f"{format_bytes(budgets[tier])} on {tier}" for tier in TIERS)
-        + (f"; about --nodes {nodes} would do" if sharding.ranks > 1 else "; give it more")
-        + (", or --states compact, half of them" if config.states == "exact" else "")
+        + f"; {more}"
     )
 
 
@@ -260,7 +254,7 @@ def show(console: Output, found: Estimate) -> None:
     console.sentence(
         f"{found.model.parameters / 1e9:,.1f} billion parameters, {found.model.layers} blocks of "
         f"width {found.model.hidden}\non {asked.nodes} x {asked.machine}, {found.ranks} GPUs; a "
-        f"GPU has {count} x {asked.batch} x {asked.seq_len} tokens a step"
+        f"GPU has {count} micro-batches of {asked.batch} x {asked.seq_len} tokens a step"
     )
     console.print(display.homes(found.layout.rows(), found.layout.tiers(), device_is_cpu=False))
     lanes = table("Lanes", "lane", "busy", "share", "moved", "x2")
@@ -295,9 +289,15 @@ def _notes(found: Estimate) -> Iterator[str]:
         f"{asked.machine}: {cluster.compute_share:.1%} of the peak and {cluster.nic_share:.1%} of "
         f"the NICs count. {cluster.source}"
     )
-    if asked.placing.device_memory is None:
-        size = format_bytes(found.layout.budgets["device"]).replace(" ", "")
-        yield f"Config(device_memory='{size}') takes as much of a GPU; by default attach takes half"
+    budget = found.layout.budgets["device"]
+    beside = found.model.activation_bytes(asked.batch * asked.seq_len)
+    size = format_bytes(budget).replace(" ", "")
+    yield (
+        f"planned with Config(device_memory='{size}'); attach takes half of a GPU by default; "
+        f"activations take about {format_bytes(beside)} beside it"
+        + ", and it has less: fewer tokens at once"
+        * (budget + beside > cluster.gpu_bytes)
+    )
     if found.shard:
         kept = {3: "for each use"}.get(found.shard, "kept on each device until the update")
         late = ", and whole gradients of a rank's micro-batches" if found.shard == 1 else ""

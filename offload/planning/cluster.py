@@ -101,7 +101,8 @@ def cluster_of(name: str) -> Cluster:
     try:
         told = json.loads(Path(name).read_text("utf-8"))
         like = told.pop("like", None)
-        return Cluster(**{**(known[like] if like else {}), **told})
+        likewise = {**known[like], "source": f"The file, and {like}."} if like else {}
+        return Cluster(**{**likewise, **told})
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         names = ", ".join(one.name for one in fields(Cluster))
         raise ValueError(
