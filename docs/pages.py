@@ -8,7 +8,7 @@ from pathlib import Path
 
 from offload import config
 from offload.cli.flags import flag
-from offload.config import Config
+from offload.config import Choice, Config
 from offload.deepspeed import KEYS
 
 HERE = Path(__file__).resolve().parent
@@ -39,7 +39,8 @@ def configuration() -> str:
     texts = texts_under_fields()
     parts = []
     for field in dataclasses.fields(Config):
-        kind = str(field.type).replace(" | ", " or ")
+        kind = str(field.type).replace("Choice", str(Choice).replace("typing.", ""))
+        kind = kind.replace(" | ", " or ")
         parts.append(f"## {field.name}\n\n`{kind}`, default `{field.default!r}`; ")
         parts.append(f"`{flag(field.name)}`\n\n{texts[field.name]}\n\n")
     return CONFIGURATION + MARK + "\n" + "".join(parts).rstrip() + "\n"

@@ -1,6 +1,6 @@
 """The Hugging Face Trainer on an offloaded model; only the line with `offload.attach` is ours.
 
-It needs `pip install 'CLONE[models]'`, and trains a small Llama on Python's own source.
+It needs `pip install -e 'CLONE[models]'`, and trains a small Llama on Python's own source.
 """
 
 import sysconfig

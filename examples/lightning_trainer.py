@@ -1,6 +1,6 @@
 """Lightning's Trainer on an offloaded model; only the line with `offload.attach` is ours.
 
-It needs `pip install 'CLONE[models]'`, and trains a small GPT on Python's own source.
+It needs `pip install -e 'CLONE[models]'`, and trains a small GPT on Python's own source.
 """
 
 import sysconfig
