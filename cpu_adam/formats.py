@@ -173,7 +173,7 @@ def format_for(weight_dtype: str, states: str = "exact", rule: str = "adam") -> 
         remedy = f"use one of {', '.join(sorted({row.rule for row in FORMATS.values()}))}"
     elif not any(states in row.serves for row in rows):
         cause = f"states={states!r} is not a format that this version has for {rule}"
-        remedy = "use states='exact'"
+        remedy = "use states='exact', or weights in bfloat16 (model.to(torch.bfloat16))"
     elif weight_dtype == "float16":
         cause = (
             "the model was cast to half precision, whose range is too small for weights in training"
