@@ -30,7 +30,7 @@ SHOWN = {
 # fmt: off
 FLAGS = [
     "--model", "--machine", "--nodes", "--gpus", "--batch", "--seq-len", "--recompute",
-    "--no-recompute", "--parts", "--exchange", "--json", "--no-json",
+    "--no-recompute", "--frozen", "--no-frozen", "--parts", "--exchange", "--json", "--no-json",
     "--params", "--gradients", "--optimizer",
     "--device-memory", "--cpu-memory", "--nvme-space", "--states", "--gradient-dtype",
     "--max-grad-norm", "--micro-batches", "--shard",
@@ -114,6 +114,11 @@ def test_a_folder_of_hugging_face_is_planned_as_attach_would_cut_it(
         experts = sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)
         expected = 3 * 2 * (dense + experts / 4 + 3 * 2 * 64 * 256)
         assert one.flops(1, 64) == pytest.approx(expected)
+    told = found(capsys, "--model", str(tmp_path / "Llama"), "--frozen")
+    assert {one["kind"] for one in told["values"]} == {"weight"}
+    (one,) = models_of(str(tmp_path / "Llama"), "auto", recompute=False, trains=False)
+    (whole,) = models_of(str(tmp_path / "Llama"), "auto", recompute=False)
+    assert one.flops(1, 64) == pytest.approx(2 / 3 * whole.flops(1, 64))
     assert run("plan", "--model", str(tmp_path)) == EXIT_BAD_INPUT
     assert "found no config.json of Hugging Face" in capsys.readouterr().err
     assert run("plan", "--model", str(tmp_path / "Llama"), "--parts", "2") == EXIT_BAD_INPUT

@@ -120,7 +120,7 @@ def test_work_is_that_of_the_published_formula(parts: int, recompute: bool) -> N
 
 @pytest.mark.parametrize("parts", PARTS)
 def test_units_are_named_apart_and_cut_over_ranks(parts: int) -> None:
-    model = gpt("5x64", parts=parts, vocabulary=1000)
+    model = gpt("5x64", parts=parts)
     alone = model.profile(Grain(), ALONE)
     assert sum(p.elements for u in alone.units for p in u.parameters) == model.parameters
     assert len({unit.name for unit in alone.units}) == len(alone.units) == 5 * parts + 2

@@ -31,7 +31,7 @@ import cpu_adam
 from cpu_adam import FORMATS, AdamHyper, LionHyper, SGDHyper, StateFormat
 from cpu_adam.memory import on_huge_pages
 from offload.cli import Signals, bad_input, nearest
-from offload.cli.console import Output, Progress, others_percent, processor, warnings_of
+from offload.cli.console import Output, Progress, others_percent, warnings_of
 from offload.cli.flags import check_field, parse_flags
 from offload.planning.machine import host_free_bytes
 from offload.planning.tiers import format_bytes, parse_bytes
@@ -133,7 +133,7 @@ def command(arguments: list[str]) -> None:
         threads = cpu_adam.threads()
         console.sentence(
             f"{asked.elements} parameters, kernel {kernel.name}, threads: {threads}; "
-            f"{processor()}, {len(os.sched_getaffinity(0))} cores; torch {torch.__version__}"
+            f"{len(os.sched_getaffinity(0))} cores; torch {torch.__version__}"
         )
         figures: list[Figure] = []
         with Progress(remarks) as progress:

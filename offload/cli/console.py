@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import platform
 import sys
 import time
 import warnings
@@ -109,12 +107,3 @@ def others_percent() -> int:
     """Of all processors' time, what other programs take; 0 where it is too little to matter."""
     percent = psutil.cpu_percent(interval=0.2)
     return round(percent) if percent > BUSY_PERCENT else 0
-
-
-def processor() -> str:
-    """Its name, as Linux tells it."""
-    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
-        for line in file:
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

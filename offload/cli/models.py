@@ -1,8 +1,7 @@
 """The models of `offload plan`: a GPT, or one of Hugging Face as far as sizes and work go.
 
-[Note: Work of any model]
-A token meets each element of a weight that is no embedding's; of stacked experts those that it is
-sent to. Attention and activations are taken as a GPT's of as many layers and that width.
+Of such a one a token meets each element of a weight that is no embedding's, of stacked experts
+those that it is sent to. Attention and activations are a GPT's of as many layers and that width.
 """
 
 from __future__ import annotations
@@ -19,19 +18,19 @@ from offload.planning.transformer import PARTS, Transformer, Work, gpt
 from offload.unit_plan import spec_of
 
 
-def models_of(name: str, parts: Literal["auto", 1, 2, 4], recompute: bool) -> list[Transformer]:
+def models_of(name: str, parts: Literal["auto", 1, 2, 4], **how: bool) -> list[Transformer]:
     """The model of a name or of a folder, in each way of cutting it that is allowed."""
     if os.path.exists(name):
         if parts not in ("auto", 1):
             raise ValueError(f"--parts {parts}: a folder's model is cut as its modules are")
-        return [_pretrained(name, recompute)]
+        return [_pretrained(name, **how)]
     allowed = PARTS if parts == "auto" else (parts,)
-    return [gpt(name, parts=one, recompute=recompute) for one in allowed]
+    return [gpt(name, parts=one, **how) for one in allowed]
 
 
-def _pretrained(path: str, recompute: bool) -> Transformer:
-    """The model of a folder with a config.json, as `attach` would cut it, all of it in bfloat16 and
-    trained. Raises ValueError where there is none."""
+def _pretrained(path: str, recompute: bool, trains: bool = True) -> Transformer:
+    """The model of a folder with a config.json, as `attach` would cut it, all of it in bfloat16.
+    Raises ValueError where there is none."""
     file = Path(path, "config.json") if os.path.isdir(path) else Path(path)
     if file.name != "config.json" or not file.exists():
         raise ValueError(f"--model {path}: found no config.json of Hugging Face there")
@@ -56,7 +55,7 @@ def _pretrained(path: str, recompute: bool) -> Transformer:
     blocks = sum(bool(group.listed) for group in groups)
 
     def work(group: Group) -> Work:
-        laid = spec_of(group, "param", trains=True).parameters
+        laid = spec_of(group, "param", trains=trains).parameters
         used = sum(one.elements * (chosen if ".experts." in one.name else 1) for one in laid)
         block, met = bool(group.listed), used * group.backward
         return Work(group.name, laid, met, block and layers / blocks, block, group.backward)

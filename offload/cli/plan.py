@@ -60,8 +60,8 @@ class Placing(Config):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """Where the values of a model, all of it trained and in bfloat16, would live on machines that
-    need not be there, how long its step would take, and what would bound it: from data sheets.
+    """Where the values of a model in bfloat16 would live on machines that need not be there, how
+    long its step would take, and what would bound it: from data sheets.
     """
 
     model: Annotated[str, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = "7b"
@@ -87,13 +87,16 @@ class Plan:
     recompute: bool = True
     """Compute each block a second time in backward, so that its activations take no memory."""
 
+    frozen: bool = False
+    """Train adapters alone (as of LoRA), which are too small to count."""
+
     parts: Literal["auto", 1, 2, 4] = "auto"
-    """Units of a block. 1: an entry of the model's list of blocks. 2: attention and feed-forward
-    are entries. 4: each matrix is. The device holds up to six units; auto: as few as fit."""
+    """Units of a block, as entries of a list: 1, all of it; 2, attention and feed-forward; 4, each
+    matrix. The device holds up to six; auto: as few as fit."""
 
     exchange: Literal["levels", "flat"] = "levels"
     """Between nodes. levels: a node sums the gradients of its ranks first, as over a mesh of
-    (nodes, gpus). flat: each rank sends its own, as over a mesh of one dimension, or none."""
+    (nodes, gpus). flat: each rank sends its own."""
 
     json: bool = False
     """One JSON object on standard output, nothing else there."""
@@ -177,7 +180,8 @@ def estimated(asked: Plan) -> Estimate:
 
 def _fitting(asked: Plan, machine: Machine, ranks: int) -> tuple[Transformer, Layout]:
     """The first way to cut the model that fits: with whole weights kept, and then in few units."""
-    models, config = models_of(asked.model, asked.parts, asked.recompute), asked.placing
+    how = {"recompute": asked.recompute, "trains": not asked.frozen}
+    models, config = models_of(asked.model, asked.parts, **how), asked.placing
     activations = models[0].activation_bytes(asked.batch * asked.seq_len)
     if config.device_memory is None:
         left = int(machine.device_bytes * DEVICE_SHARE) - activations
@@ -252,9 +256,10 @@ def show(console: Output, found: Estimate) -> None:
     """The plan for people."""
     asked, step, count = found.asked, found.step, found.asked.placing.micro_batches or 1
     console.sentence(
-        f"{found.model.parameters / 1e9:,.1f} billion parameters, {found.model.layers} blocks of "
-        f"width {found.model.hidden}\non {asked.nodes} x {asked.machine}, {found.ranks} GPUs; a "
-        f"GPU has {count} micro-batches of {asked.batch} x {asked.seq_len} tokens a step"
+        f"{found.model.parameters / 1e9:,.1f} billion {'frozen ' * asked.frozen}parameters, "
+        f"{found.model.layers} blocks of width {found.model.hidden}\n"
+        f"on {asked.nodes} x {asked.machine}, {found.ranks} GPUs; a GPU has {count} micro-batches "
+        f"of {asked.batch} x {asked.seq_len} tokens a step"
     )
     console.print(display.homes(found.layout.rows(), found.layout.tiers(), device_is_cpu=False))
     lanes = table("Lanes", "lane", "busy", "share", "moved", "x2")

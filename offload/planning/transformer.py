@@ -25,8 +25,8 @@ _SIZES = """
 SHAPES = dict(one.split("=") for one in _SIZES.split())
 """Layers and width of models by their parameters, from 175b on as they were published."""
 
-PARTS = (1, 2, 4)
-"""Units that a block can be: all of it; attention and feed-forward; each matrix."""
+PARTS, VOCABULARY = (1, 2, 4), 51200
+"""Units that a block can be: all of it; attention and feed-forward; each matrix. And the words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +74,9 @@ class Transformer:
 
     def flops_of(self, unit: int, backward: bool, tokens: int, sequence: int) -> float:
         """Work of a unit's forward, or of its backward and what that recomputes; see [Note: Work
-        of a block]."""
+        of a block]. Of frozen weights no gradients are computed."""
         one = self.units[unit]
-        times = 2 + (self.recompute and one.block) if backward else 1
+        times = 1 + one.flat[0].trainable + (self.recompute and one.block) if backward else 1
         return times * 2 * tokens * (one.used + one.attends * 2 * sequence * self.hidden)
 
     def flops(self, tokens: int, sequence: int) -> float:
@@ -93,9 +93,7 @@ class Transformer:
         return max(logits, once) + self.layers * (kept if self.recompute else once)
 
 
-def gpt(
-    text: str, *, parts: int = 1, vocabulary: int = 51200, recompute: bool = True
-) -> Transformer:
+def gpt(text: str, *, parts: int = 1, recompute: bool = True, trains: bool = True) -> Transformer:
     """A GPT in bfloat16, of blocks of 12 h^2 + 13 h parameters in so many `PARTS`: one of `SHAPES`,
     or layers x width as `96x12288`. Raises ValueError for any other text."""
     shape = SHAPES.get(text.lower(), text)
@@ -107,7 +105,7 @@ def gpt(
     layers, hidden = map(int, match.groups())
 
     def flat(name: str, sizes: Sequence[int]) -> list[Parameter]:
-        return [Parameter(f"{name}.{i}", (n,), "bfloat16", True) for i, n in enumerate(sizes)]
+        return [Parameter(f"{name}.{i}", (n,), "bfloat16", trains) for i, n in enumerate(sizes)]
 
     shares, block = {"qkv": 3, "out": 1, "up": 4, "down": 4}, list[Work]()
     for inside in zip(*[iter(shares)] * (len(shares) // parts)):
@@ -115,10 +113,10 @@ def gpt(
         used = sum(sizes)
         sizes[1:1] = [13 * hidden] * first  # Biases and norms.
         block.append(Work(inside[0], flat(inside[0], sizes), used, attends=float(first)))
-    size = vocabulary * hidden
+    size = VOCABULARY * hidden
     units = [
         Work("embedding", flat("embedding", [size]), 0.0, block=False, backward=False),
         *(replace(one, name=f"{one.name}.{layer}") for layer in range(layers) for one in block),
         Work("head", flat("head", [size]), size, block=False),
     ]
-    return Transformer(layers, hidden, vocabulary, units, recompute, parts)
+    return Transformer(layers, hidden, VOCABULARY, units, recompute, parts)
