@@ -167,9 +167,9 @@ class Loop:
         from offload.recording import run_of
 
         run = run_of(self.engine)
-        if run is None or run.prediction is None:
-            raise RuntimeError(f"no prediction: {run and run.unpredicted}")
-        return {"step": breakdown(run).step_s, "predicted": run.prediction.step_s}
+        if run.prediction is None:
+            raise RuntimeError(f"no prediction: {run.unpredicted}")
+        return {"step": breakdown(run).step_s, "predicted": run.prediction.step_seconds}
 
     def close(self) -> None:
         if self.engine is not None:
