@@ -131,8 +131,8 @@ def _check_folder(where: str, options: Mapping[str, Any]) -> None:
     """Refuse what cannot be streamed, before anything is built."""
     if tuple(map(int, (found := version("transformers")).split(".")[:2])) < (5, 14):
         raise ValueError(
-            f"from_pretrained: found transformers {found}, which makes what files lack at other "
-            "places: try pip install 'transformers>=5.14', or load the model by it, and attach"
+            f"from_pretrained: found transformers {found}, before 5.14: what the files lack would "
+            "get other first values; pip install -U transformers, or load by it, and attach"
         )
     if given := [name for name in OURS.split() if options.get(name)]:
         raise ValueError(

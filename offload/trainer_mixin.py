@@ -53,6 +53,9 @@ class TrainerMixin(_Trainer):  # type: ignore[misc]
     def _ranks(self) -> Any:
         return engine_of(self.model).ranks if self.model in attached else None
 
+    def _clips(self) -> bool:
+        return self.model in attached and engine_of(self.model).plan.clips
+
     def _wrap_model(self, model: Any, *args: Any, **options: Any) -> Any:
         """Let accelerate put its mixed precision around a model over ranks, and nothing else."""
         told = vars(model).get("_is_accelerate_prepared") and model in attached
@@ -63,19 +66,16 @@ class TrainerMixin(_Trainer):  # type: ignore[misc]
 
     def _clip_grad_norm(self, model: Any) -> Any:
         """Let the engine clip, where it does."""
-        clips = self.model in attached and engine_of(self.model).plan.clips
-        return None if clips else super()._clip_grad_norm(model)
+        return None if self._clips() else super()._clip_grad_norm(model)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         """Read no gradients for the log where updates may have begun, or where the engine clips."""
-        engine = engine_of(self.model) if self.model in attached else None
-        if grad_norm is None and engine and (engine.early.begins_early or engine.plan.clips):
-            return None
-        return super()._get_grad_norm(model, grad_norm)
+        early = self.model in attached and engine_of(self.model).early.begins_early
+        return None if early or self._clips() else super()._get_grad_norm(model, grad_norm)
 
     def log(self, logs: dict[str, Any], *args: Any, **options: Any) -> None:
         """Show the norm of an engine that clips."""
-        if "loss" in logs and self.model in attached and engine_of(self.model).plan.clips:
+        if "loss" in logs and self._clips():
             logs.setdefault("grad_norm", self._optimizer().grad_norm())
         super().log(logs, *args, **options)
 

@@ -105,14 +105,12 @@ class Found:
     def verdict(self) -> str:
         """What it means for somebody who trains, in a few sentences."""
         rate, size = self.each_way_bytes_per_s, FORMATS["exact"].bytes_per_element
-        doubts = "; ".join(self.doubts)
+        doubts = f" But {'; '.join(self.doubts)}." if any(self.doubts) else ""
         return (
             f"{self.path}: the optimizer state (exact bf16) of {rate / size / 1e6:.0f} M "
             "parameters is read and written back each second, that of a 7B model in "
             f"{MODEL_PARAMETERS * size / rate:.3g} s: a step whose compute takes longer hides the "
-            f"drive. Each step writes {MODEL_PARAMETERS * size / 1e9:.4g} GB."
-            + f" But {doubts}."
-            * bool(doubts)
+            f"drive. Each step writes {MODEL_PARAMETERS * size / 1e9:.4g} GB.{doubts}"
         )
 
 

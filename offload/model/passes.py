@@ -212,9 +212,7 @@ class Passes:
         """Queue the fetches of units, unless their slots will hold them, and their computes."""
         compiled = self._compile(units, position)
         tasks = self._runner.start(compiled.phase, self.number)
-        self._in_slots.update(
-            compiled.in_slots
-        )  # Last: what could not be queued will be in no slot.
+        self._in_slots |= compiled.in_slots  # Last: what could not be queued will be in no slot.
         begins = [0, *compiled.ends]
         return [
             Entry(unit, position + at, tasks[begins[at] : end - 1], tasks[end - 1])

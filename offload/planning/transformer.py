@@ -25,8 +25,10 @@ _SIZES = """
 SHAPES = dict(one.split("=") for one in _SIZES.split())
 """Layers and width of models by their parameters, from 175b on as they were published."""
 
-PARTS, VOCABULARY = (1, 2, 4), 51200
-"""Units that a block can be: all of it; attention and feed-forward; each matrix. And the words."""
+PARTS = (1, 2, 4)
+"""Units that a block can be: all of it; attention and feed-forward; each matrix."""
+
+VOCABULARY = 51200
 
 
 @dataclass(frozen=True, slots=True)
