@@ -282,4 +282,5 @@ def test_what_values_take_at_least_is_no_more_than_they_take(
         machine = Machine(device_bytes=0, cpu_bytes=0, device_is_cpu=not accelerator)
         search = _Search(profile, config, machine, "adam")
         for on_device, slots in search.candidates():
-            assert search.at_least[on_device] <= search.device(on_device, slots)
+            at_least = search.values_bytes[on_device] + search.full[slots]
+            assert at_least <= search.device(on_device, slots)

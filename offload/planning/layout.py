@@ -191,7 +191,9 @@ class Plan:
 
     def taken_bytes(self, tier: Tier) -> int:
         """Bytes of a tier that the plan takes: of memory, or of the file."""
-        return self.sizes.in_file(self.placements) if tier == "nvme" else self.memory_bytes[tier]
+        if tier == "nvme":
+            return self.sizes.at_home(self.placements, tier)
+        return self.memory_bytes[tier]
 
     def told_idle(self, idle: int) -> str | None:
         """What to tell of the bytes of the device that activations leave idle, if `auto` would fill
@@ -295,10 +297,10 @@ def lay_out(
     )
 
 
-def full_slots_bytes(profile: Profile) -> int:
-    """The least bytes of the slots for full units; 0 with one rank."""
+def full_slots_bytes(profile: Profile, weight_slots: int) -> int:
+    """Bytes of the slots for full units; 0 with one rank."""
     memory = _Memory()
-    memory.full_slots(profile, 1)
+    memory.full_slots(profile, weight_slots)
     return memory.used["device"]
 
 
@@ -444,10 +446,10 @@ class Sizes:
             self.allocated = {k: [allocated_bytes(u, k) for u in units] for k in KINDS}
         self.record_offsets = [[*itertools.accumulate(n, initial=0)] for n in self.chunks["state"]]
 
-    def in_file(self, placements: Sequence[Placement]) -> int:
-        """Bytes of the file for given placements, 0 when nothing lives there."""
+    def at_home(self, placements: Sequence[Placement], tier: Tier) -> int:
+        """Bytes of the values whose home is `tier`, for given placements."""
         homes = [(kind, u, one.of(kind)) for u, one in enumerate(placements) for kind in KINDS]
-        return sum(self.value[kind][unit] for kind, unit, tier in homes if tier == "nvme")
+        return sum(self.value[kind][unit] for kind, unit, home in homes if home == tier)
 
 
 def allocator_bytes(size: int) -> int:

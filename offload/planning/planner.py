@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -192,21 +192,22 @@ class _Search:
         self.sizes = Sizes(profile, self.states)
         self.count = len(self.auto) * len(profile.units)
         values = zip(*(self.sizes.value[kind] for kind in self.auto))
-        slots = full_slots_bytes(profile)
-        self.at_least = [*itertools.accumulate(itertools.chain(*values), initial=slots)]
-        """Bytes that so many values on the device take of it, but for other slots."""
+        self.values_bytes = [*itertools.accumulate(itertools.chain(*values), initial=0)]
+        """Bytes of so many values on the device."""
+        self.full = [full_slots_bytes(profile, slots) for slots in range(WEIGHT_SLOTS_MAX + 1)]
+        """Bytes of slots for full units, by the number of weight slots."""
         self.device, self.cpu, self.nvme = cache(self._device), cache(self._cpu), cache(self._nvme)
 
     def fitting(self, budgets: Mapping[Tier, float]) -> Iterator[_Arrangement]:
         """Those that fit: the most on the device first, each with the most on the cpu."""
         most = self.count
         for on_device, weight_slots in self.candidates():
-            if self.at_least[on_device] > budgets["device"]:
+            at_least = self.values_bytes[on_device] + self.full[weight_slots]
+            if at_least > budgets["device"]:
                 continue  # As the closer look would show, which takes its time.
             if self.device(on_device, weight_slots) <= budgets["device"]:
                 numbers = self.numbers(on_device, most, budgets["nvme"])
-                fits = (n for n in reversed(numbers) if self.cpu(on_device, n) <= budgets["cpu"])
-                on_cpu = next(fits, None)
+                on_cpu = self.most_on_cpu(on_device, numbers, budgets["cpu"])
                 if on_cpu is not None:
                     yield _Arrangement(on_device, on_cpu, weight_slots)
                 if self.open:  # With fewer on the device, those that failed need even more cpu.
@@ -222,6 +223,18 @@ class _Search:
         numbers = range(0 if self.open else self.count, most + 1)
         fits = bisect_left(numbers, True, key=lambda n: self.nvme(on_device, n) <= nvme_budget)
         return numbers[fits:]
+
+    def most_on_cpu(self, on_device: int, numbers: range, budget: float) -> int | None:
+        """The largest of `numbers` that fits: most are passed over by their values' bytes alone, as
+        no fewer slots go with less on the cpu than with all."""
+
+        def values(on_cpu: int) -> int:
+            return self.sizes.at_home(self.placements(on_device, on_cpu), "cpu")
+
+        slots = self.cpu(on_device, self.count) - values(self.count)
+        end = bisect_right(numbers, budget - slots, key=values)
+        fits = (n for n in reversed(numbers[:end]) if self.cpu(on_device, n) <= budget)
+        return next(fits, None)
 
     def least(self, tier: Tier, budgets: Mapping[Tier, float]) -> int | None:
         """The least budget of a tier with which something fits, the others as given, or None."""
@@ -296,7 +309,7 @@ class _Search:
 
     def _nvme(self, on_device: int, on_cpu: int) -> int:
         """Bytes of the file; they grow as either falls."""
-        return self.sizes.in_file(self.placements(on_device, on_cpu))
+        return self.sizes.at_home(self.placements(on_device, on_cpu), "nvme")
 
 
 def _lack(taken: Mapping[Tier, int], config: Config, machine: Machine) -> str:

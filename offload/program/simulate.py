@@ -393,6 +393,7 @@ def _paces(one: float, other: float) -> tuple[float, float]:
     return mine / one, min(1.0, (1 - mine) / other)
 
 
-def _unfinished(tasks: Sequence[_Task]) -> Iterator[_Task]:
-    """The `tasks` that are not over, each checked only when the one before is over."""
-    return (task for task in tasks if not task.over)
+def _unfinished(tasks: list[_Task]) -> Iterator[_Task]:
+    """The `tasks` that are not over, each looked at when the one before is over, none left."""
+    yield from (task for task in tasks if not task.over)
+    tasks.clear()
