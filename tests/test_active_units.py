@@ -386,7 +386,7 @@ def test_a_first_backward_follows_its_forward(tmp_path: Path) -> None:
 
     model = Reversed(*[nn.Linear(8, 8) for _ in range(6)])
     optimizer = torch.optim.AdamW(model.parameters())
-    _, optimizer = offload.attach(model, optimizer, config_of(CPU, (str(tmp_path),)))
+    _, optimizer = offload.attach(model, optimizer, config_of(NVME, (str(tmp_path),)))
     with optimizer.engine as engine:  # type: ignore[attr-defined]
         loss = model(torch.ones(2, 8)).sum()
         before = engine.report().misses

@@ -208,7 +208,7 @@ def config(directory: Path | str, tier: Any = "nvme", **more: Any) -> offload.Co
 
 TOO_SMALL = {
     "device": ("device", "device_memory"),
-    "slots": ("cpu", "device_memory"),
+    "slots": ("nvme", "device_memory"),
     "cpu": ("cpu", "cpu_memory"),
     "staging": ("nvme", "cpu_memory"),
     "nvme": ("nvme", "nvme_space"),

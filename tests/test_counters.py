@@ -71,7 +71,7 @@ def expected(
     weight, gradient, state = placement
     lanes: Counter[str] = Counter()
     disk: Counter[str] = Counter()
-    if weight != "device":
+    if weight == "nvme":  # In CPU memory they are used at home.
         # The first forward fetches all. Blocks share three slots: the last three stay for the
         # backward, which fetches the others; the first three stay for the next forward. The
         # embedding, the norm and the head are of another size class, with a slot each.

@@ -70,7 +70,7 @@ def running(
 
 
 FAILURES: dict[str, tuple[Lane, Verb, tuple[str, str, str], dict[str, Any]]] = {
-    "h2d": (Lane.H2D, Verb.MOVE, ("cpu", "cpu", "cpu"), {}),
+    "h2d": (Lane.H2D, Verb.MOVE, ("nvme", "cpu", "cpu"), {}),
     "d2h": (Lane.D2H, Verb.MOVE, ("cpu", "nvme", "cpu"), {}),
     "cpu, add": (Lane.CPU, Verb.ADD, ("cpu", "nvme", "cpu"), {}),
     "cpu, update": (Lane.CPU, Verb.UPDATE, ("cpu", "cpu", "cpu"), {}),

@@ -383,7 +383,7 @@ def test_names_and_places(tmp_path: Path) -> None:
 def planned(model: nn.Module, **config: Any) -> tuple[list[str], Any]:
     """The units' names and the plan, on a machine with room for all."""
     machine = Machine(
-        device_bytes=1 << 40, cpu_bytes=1 << 40, nvme_bytes=1 << 40, device_is_cpu=True
+        device_bytes=1 << 40, cpu_bytes=1 << 40, nvme_bytes=1 << 40, device_is_cpu=False
     )
     groups, found = plan_units(partition(model), Config(**config), machine, "adam", trains=True)
     assert [group.name for group in groups] == [one.name for one in found.profile.units]

@@ -156,8 +156,8 @@ def test_lines_of_training_are_as_their_schema_says(placement: str, there: Path)
     assert 0 < second["kernel_busy"] <= second["busy"] <= 1
     assert len(second["gaps"]) == gaps.GAPS
     assert second["tokens_per_s"] * second["step_s"] == pytest.approx(4096 / train.DRY_LESS)
-    if placement == "cpu-cpu-cpu":  # Five units, each fetched and updated.
-        assert (second["ops"], second["misses"]) == (10, 0)
+    if placement == "cpu-cpu-cpu":  # Five units, each updated.
+        assert (second["ops"], second["misses"]) == (5, 0)
         assert second["host_us"] > 0
     assert set(results.COLUMNS) <= {*results.SCHEMA, *results.DERIVED}
 

@@ -96,7 +96,7 @@ class _Keeps(Net):
 
 
 def test_the_order_of_a_forward_that_returns_none_is_learned(tmp_path: Path) -> None:
-    with attached(("cpu", "cpu", "cpu"), tmp_path, build=_Keeps) as run:
+    with attached(("nvme", "cpu", "cpu"), tmp_path, build=_Keeps) as run:
         misses = list[int]()
         for _ in range(3):
             run.model(batch(run.generator))

@@ -227,7 +227,6 @@ def predicted_and_measured(optimizer):
         engine.settle()
         made = recording.run_of(engine)
     found = breakdown(made)
-    found.busy.pop("h2d")  # What the evaluation fetched is not predicted.
     predicted = {name: made.prediction.busy[name] for name in found.busy}
     assert ("compute" in predicted) == (engine.plan.home("state", 0).tier == "device")
     return made, predicted, found.busy
@@ -366,9 +365,10 @@ def test_calls_into_another_engine_are_not_this_one_s():
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 3])
-def test_the_simulator_moves_what_the_engine_does(micro_batches):
+def test_the_simulator_moves_what_the_engine_does(micro_batches, tmp_path):
     """Weights that a micro-batch finds in their slots from the backward before are not copied."""
-    model, optimizer = attached(layers=5, micro_batches=micro_batches)
+    where = {"params": "nvme", "nvme_path": tmp_path, "cpu_memory": "2MiB"}
+    model, optimizer = attached(layers=5, micro_batches=micro_batches, **where)
 
     def step():
         for _ in range(micro_batches):

@@ -173,5 +173,6 @@ def refuse_change(name: str, verb: str) -> None:
     """Refuse a parameter that was changed in place while it was in use."""
     raise RuntimeError(
         f"{name} was changed in place in the {verb} of its own module, where an offloaded weight "
-        f"is read-only, and the change is lost: change it between two steps, or outside the {verb}"
+        "is read-only, so its value is undefined now: change it between two steps, or outside the "
+        f"{verb}"
     )

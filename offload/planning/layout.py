@@ -127,7 +127,7 @@ class Plan:
     """Homes in memory tiers, by kind and unit."""
     slots: Mapping[Place, Buffer]
     weight_slot: tuple[Place | None, ...]
-    """Per unit, the device slot of its weights; None where their home is the device."""
+    """Per unit, the device slot of its weights; None where they are used at their home."""
     gradient_slot: tuple[Place | None, ...]
     """Per unit, the device slot in which backward collects its gradients; None where it does so at
     their home."""
@@ -145,7 +145,7 @@ class Plan:
     clips: bool
     states: StateChoice
     in_place: bool
-    """Whether gradients in CPU memory are collected there, as the device is the CPU."""
+    """Whether weights and gradients in CPU memory are used there, as the device is the CPU."""
 
     @cached_property
     def file(self) -> FileLayout:
@@ -252,7 +252,7 @@ def lay_out(
 
     Chunks of the kinds in `reserve` get a staging ring on the cpu even if none passes through, see
     [Note: More memory is never slower] of `planner`. With `early`, updates begin inside backward;
-    with `in_place` the device is the CPU, and gradients in CPU memory are collected at home.
+    with `in_place` the device is the CPU, which uses weights and gradients in its memory at home.
     """
     sizes, units, memory = sizes or Sizes(profile, states), profile.units, _Memory()
     alone, pairs = not profile.sharding.gathers, enumerate(zip(units, placements))
@@ -266,9 +266,9 @@ def lay_out(
     for kind, u in itertools.product(KINDS, range(len(units))):
         if kind == "state" or u not in residents:
             place_home(kind, u, sizes.value[kind][u])
-    away = [p.weight != "device" and n for n, p in zip(sizes.value["weight"], placements)]
-    weight_slot = memory.shared_slots("weight", units, away, weight_slots)
     here: tuple[Tier, ...] = ("device", "cpu") if in_place else ("device",)
+    away = [p.weight not in here and n for n, p in zip(sizes.value["weight"], placements)]
+    weight_slot = memory.shared_slots("weight", units, away, weight_slots)
     away = [p.gradient not in here and n for n, p in zip(sizes.value["gradient"], placements)]
     gradient_slot = memory.shared_slots("gradient", units, away, STAGES)
     full_weight, full_gradient = memory.full_slots(profile, weight_slots)

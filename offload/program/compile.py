@@ -131,7 +131,7 @@ def move(value: Value, size: int, stops: Sequence[Place], deadline: int) -> list
 
 
 def weight_in_use(plan: Plan, unit: int) -> Place:
-    """Where the weights of a unit are while it computes: its slot, or its home on the device."""
+    """Where the weights of a unit are while it computes: its slot, or their home."""
     return plan.slot_in_use(unit) or plan.home("weight", unit)
 
 
@@ -152,7 +152,7 @@ def gather(plan: Plan, unit: int, deadline: int) -> list[Op]:
 def fetch(plan: Plan, unit: int, deadline: int) -> list[Op]:
     """Move a unit's weights from home to its device slot."""
     slot, home = plan.weight_slot[unit], plan.home("weight", unit)
-    assert slot is not None, "the device is their home"
+    assert slot is not None, "they are used at home"
     stops = [Place(tier, "weight", unit % STAGES) for tier in route(home.tier, "device")[1:-1]]
     value, size = Value("weight", unit), plan.bytes_of("weight", unit)
     return move(value, size, [home, *stops, slot], deadline)

@@ -77,7 +77,7 @@ class Memory:
         return self.arenas[buffer.tier].view(buffer)
 
     def weights(self, unit: int) -> torch.Tensor:
-        """The weights of a unit while it computes: its slot, or its home on the device."""
+        """The weights of a unit while it computes: its slot, or their home."""
         return self.at(Use(weight_in_use(self._plan, unit), Value("weight", unit)))
 
     def workspace(self) -> torch.Tensor | None:
