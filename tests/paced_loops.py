@@ -244,13 +244,17 @@ def edit_gradients(loop: Loop) -> None:
             parameter.grad.mul_(0.5)
 
 
+def _made_on_the_device(loop: Loop, parameter: torch.Tensor) -> torch.Tensor:
+    """A gradient from there, for which nobody waits."""
+    made = torch.empty if loop.device is None else loop.device.empty
+    return made(tuple(parameter.shape), dtype=torch.bfloat16).fill_(0.25)
+
+
 def copy_into_gradients(loop: Loop) -> None:
-    """From the device, as one who computes gradients there does; nobody waits for it."""
+    """As one who computes gradients on the device does."""
     for parameter in loop.some_parameters():
         if parameter.grad is not None:
-            made = torch.empty if loop.device is None else loop.device.empty
-            there = made(tuple(parameter.shape), dtype=torch.bfloat16).fill_(0.25)
-            parameter.grad.copy_(there, non_blocking=True)
+            parameter.grad.copy_(_made_on_the_device(loop, parameter), non_blocking=True)
 
 
 def set_gradients(loop: Loop) -> None:
@@ -258,6 +262,13 @@ def set_gradients(loop: Loop) -> None:
     for parameter in loop.some_parameters():
         parameter.grad = torch.full(tuple(parameter.shape), 0.25, dtype=torch.bfloat16)
         loop.held.append(parameter.grad)
+
+
+def set_gradients_of_the_device(loop: Loop) -> None:
+    """And look at none of them, which would wait for it."""
+    for parameter in loop.some_parameters():
+        loop.held.append(_made_on_the_device(loop, parameter))
+        parameter.grad = loop.held[-1]
 
 
 def set_expanded_gradients(loop: Loop) -> None:

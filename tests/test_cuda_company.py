@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import offload
+from offload.program.ops import Op, Verb
 from tests.faults import in_child
 from tests.test_attachment import fail_half_way
 from tests.test_contract import Tokens
@@ -112,6 +114,25 @@ def test_an_attached_model_is_not_captured_and_goes_on(tmp_path: Path) -> None:
             with pytest.raises(RuntimeError, match="Capture nothing"), torch.cuda.graph(graph):
                 run.model(tokens)
             plain(run, number)
+        assert_same(result_of(run), expected)
+
+
+def test_a_graph_of_another_model_is_captured_while_lanes_work(tmp_path: Path) -> None:
+    def slow(op: Op, since: float) -> float:
+        time.sleep(0.02 * (op.verb is Verb.UPDATE))
+        return 0.0
+
+    expected = train(CPU_TIER, tmp_path, steps=3)
+    one = torch.ones(4, device=device().torch_device)
+    with attached(CPU_TIER, tmp_path, pace=slow) as run:
+        torch.manual_seed(2)
+        for number in range(3):
+            plain(run, number)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                two = one + one
+            graph.replay()
+            assert two.sum().item() == 8
         assert_same(result_of(run), expected)
 
 

@@ -131,6 +131,20 @@ def test_a_wait_ends_when_the_lane_fails(
         assert time.perf_counter() - breaker.failed_at < AT_ONCE_S
 
 
+def test_a_long_wait_looks_whether_the_other_ranks_live(tmp_path: Path) -> None:
+    def slow(op: Op, since: float) -> float:
+        time.sleep(4 * runner_module.LOOK_AGAIN_S * (op.lane is Lane.DISK))
+        return 0.0
+
+    def look(waited_s: float) -> None:
+        raise offload.EngineError(f"rank 1 is gone after {waited_s:.1f} s")
+
+    with running(("nvme", "cpu", "cpu"), tmp_path, slow) as run:
+        run.engine.runner.look = look
+        with pytest.raises(offload.EngineError, match=r"rank 1 is gone after 0\.[12] s"):
+            run.loss()
+
+
 @pytest.mark.usefixtures("one_call")
 @pytest.mark.parametrize("code", some_fast([errno.EIO, errno.ENOSPC]))
 def test_a_drive_that_fails_at_any_call(

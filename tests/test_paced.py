@@ -42,6 +42,7 @@ from tests.paced_loops import (
     save_states,
     set_expanded_gradients,
     set_gradients,
+    set_gradients_of_the_device,
     step_and_keep_gradients,
     stream_weights,
     train,
@@ -62,6 +63,8 @@ LATER = {**LATE, "host_pauses_s": 1e-1}
 AFTER_A_BACKWARD: dict[str, tuple[str, Actions]] = {
     "show": ("cpu-cpu-cpu", [look_at_gradients]),
     "replace": ("cpu-cpu-cpu", [set_gradients]),
+    "replace on the device": ("cpu-device-cpu", [set_gradients_of_the_device]),
+    "replace and update on the device": ("cpu-device-device", [set_gradients_of_the_device]),
     "replace by a copy": ("cpu-cpu-cpu", [set_expanded_gradients]),
     "copy into": (
         "cpu-cpu-cpu",

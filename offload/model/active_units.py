@@ -154,6 +154,8 @@ class ActiveUnits:
             unit = self._all[saved.unit]
             unit.require_version(saved)
             if unit.weights is not None:
+                if unit.task is not None:  # This may be a stream of the user's, inside a module.
+                    self._runner.join(unit.task)
                 return unit.shown(saved)
             self._check()
             return self._from_snapshot(saved)

@@ -16,7 +16,7 @@ its own first, so it keeps what it showed; a view of it does not, and shows late
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,7 +66,7 @@ class Gradients:
         """By unit, the slot in which its gradient is collected; None where that is at home."""
         self._collecting: set[int] = set()
         """Units whose gradient is being collected."""
-        self._shown: dict[tuple[int, int], weakref.ref[torch.Tensor]] = {}
+        self._shown: dict[tuple[int, int], Callable[[], torch.Tensor | None]] = {}
         """By unit and parameter, what shows a gradient in place."""
         self.units = [
             UnitGradient(frozenset(i for i, p in enumerate(unit.parameters) if p.trainable))
@@ -219,6 +219,7 @@ class Gradients:
             self._let_go(unit, parameter)
             self._runner.quiesce("gradient", unit)
             self._runner.copy_now(self._at_home(unit, parameter), gradient)
+            self._shown[unit, parameter] = lambda: None  # The user's stream may still copy it.
         self.units[unit].kept.add(parameter)
 
     def give_up(self, unit: int, parameter: int) -> None:

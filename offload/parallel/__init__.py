@@ -113,5 +113,7 @@ def local(parameter: torch.Tensor) -> tuple[range, torch.Tensor]:
 def together(group: Group, engine: Engine, config: Config) -> tuple[Ranks, SummedGradients]:
     """What the engines of all ranks do together, whose models are seen to be the same."""
     group.require_alike_values()
+    if not engine.runner.device.is_host:  # Else collectives are waited for by themselves.
+        engine.runner.look = group.look
     gradients = SummedGradients(group, engine, config.reduce)
     return Ranks(gradients.collectives, engine.snapshots), gradients

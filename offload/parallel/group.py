@@ -293,6 +293,11 @@ class Group:
                 raise
             raise found from error
 
+    def look(self, waited_s: float) -> None:
+        """See whether the others live, in a wait for what may wait for them."""
+        with self._failing():
+            self._look(waited_s)
+
     def _look(self, waited_s: float) -> None:
         if waited_s < PATIENCE_S:
             return

@@ -86,6 +86,8 @@ class Runner:
         """Called before the user's thread writes the home of a value."""
         self.on_failure: Callable[[BaseException], object] = id
         """Called, perhaps more than once, with what has ended everything."""
+        self.look: Callable[[float], object] = id
+        """Called in a long wait, with its seconds so far; what it raises ends the wait."""
         self._failure: BaseException | None = None
         trace = Trace(plan.profile)
         self._calls = trace.called
@@ -271,7 +273,8 @@ class Runner:
             while not found and not self._lanes.failed and self._failure is None:
                 if self.closed:
                     raise EngineError("the offload engine was closed while it was in use")
-                found = come()
+                if not (found := come()):
+                    self.look(time.perf_counter() - since)
         self.stats.blame(task, since)
         if not found:
             self._check_lanes()

@@ -34,7 +34,7 @@ namespace {
 
 constexpr int DONE = 0, INVALID_VALUE = 1, NOT_INITIALIZED = 3, INVALID_CONTEXT = 201,
               INVALID_IMAGE = 200, UNSUPPORTED_TEXT = 222, INVALID_HANDLE = 400, NOT_FOUND = 500,
-              ILLEGAL_ADDRESS = 700;
+              ILLEGAL_ADDRESS = 700, CAPTURE_UNSUPPORTED = 900;
 constexpr unsigned NON_BLOCKING = 1, SLEEPING_WITHOUT_TIME = 3;
 constexpr int DEVICES = 1;
 
@@ -132,13 +132,16 @@ struct Machine {
 Machine& machine = *new Machine;  // Threads of streams may outlive what is static.
 char the_context;
 thread_local std::vector<void*> contexts;
+thread_local int capture_mode = 0;
 
-// What a call needs: to be none that fails, and our context where it asks for one.
+// What a call needs: to be none that fails, and our context where it asks for one. It is then as if
+// another thread captured a graph all the time, which it must say not to be in.
 int begin(const char* call, bool in_context) {
     if (const int code = machine.enter(call)) return code;
     if (!machine.started) return NOT_INITIALIZED;
     const bool here = !contexts.empty() && contexts.back() == &the_context;
-    return in_context && !here ? INVALID_CONTEXT : DONE;
+    if (!in_context) return DONE;
+    return !here ? INVALID_CONTEXT : capture_mode == 0 ? CAPTURE_UNSUPPORTED : DONE;
 }
 
 }  // namespace
@@ -183,6 +186,11 @@ EXPORTED int cuDevicePrimaryCtxRelease_v2(int) {
     BEGIN(false);
     const std::lock_guard lock(machine.mutex);
     machine.retained--;
+    return DONE;
+}
+
+EXPORTED int cuThreadExchangeStreamCaptureMode(int* mode) {
+    std::swap(*mode, capture_mode);
     return DONE;
 }
 

@@ -29,6 +29,7 @@ using Event = void*;
 
 constexpr unsigned NON_BLOCKING = 1;  // a stream in no order with stream 0
 constexpr unsigned SLEEPING = 1 | 2;  // an event whose waiters sleep, which keeps no time
+constexpr int RELAXED = 2;            // a mode of captures
 
 using Result = int;
 using Context = void*;
@@ -136,9 +137,19 @@ private:
     using Module = void*;
     using Kernel = void*;
 
+    // While another thread captures a graph, as torch does it, most calls are refused to all
+    // threads but those that say that nothing of theirs is in it.
+    struct InNoCapture {
+        explicit InNoCapture(const Driver& driver) : driver(driver) { driver.exchange_(&mode); }
+        InNoCapture(const InNoCapture&) = delete;
+        ~InNoCapture() { driver.exchange_(&mode); }
+        const Driver& driver;
+        int mode = RELAXED;
+    };
+
     // See [Note: Contexts].
     struct Current {
-        explicit Current(const Driver& driver) : driver(driver) {
+        explicit Current(const Driver& driver) : driver(driver), apart(driver) {
             driver.check("cuCtxPushCurrent", driver.push_(driver.context_));
         }
         Current(const Current&) = delete;
@@ -147,6 +158,7 @@ private:
             driver.pop_(&ours);
         }
         const Driver& driver;
+        const InNoCapture apart;
     };
 
     void give_back(Event event) {
@@ -192,6 +204,7 @@ private:
     Result (*const release_)(int) = find("cuDevicePrimaryCtxRelease_v2");
     Result (*const push_)(Context) = find("cuCtxPushCurrent_v2");
     Result (*const pop_)(Context*) = find("cuCtxPopCurrent_v2");
+    Result (*const exchange_)(int*) = find("cuThreadExchangeStreamCaptureMode");
     Result (*const stream_create_)(Stream*, unsigned, int) = find("cuStreamCreateWithPriority");
     Result (*const stream_synchronize_)(Stream) = find("cuStreamSynchronize");
     Result (*const stream_destroy_)(Stream) = find("cuStreamDestroy_v2");
