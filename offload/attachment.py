@@ -25,9 +25,9 @@ from offload.checkpoint.shards import Values
 from offload.config import Config, warn_user
 from offload.model.access import ParameterAccess
 from offload.model.checks import check_arguments, check_model
-from offload.model.engine import Engine, NoCommits, attached, engine_of, engines
+from offload.model.engine import Attached, Engine, NoCommits, attached_to, engine_of, engines
 from offload.model.hooks import Hooks
-from offload.model.parameter import PLAIN, AttachedParameter
+from offload.model.parameter import PLAIN, AttachedParameter, refuse_hook
 from offload.model.units import FlatUnit, Group, count_change, partition
 from offload.optim.optimizer import Optimizer, give_back
 from offload.optim.states import States
@@ -48,15 +48,11 @@ from offload.runtime.entry import entry
 from offload.runtime.memory import Memory, zeros_on
 from offload.runtime.runner import Pace, Runner
 from offload.runtime.store import Store
-from offload.runtime.torch_internals import local_part, no_trap
+from offload.runtime.torch_internals import gradient_hooks, local_part, no_trap
 from offload.unit_plan import planned, planned_alike
 
 EXPOSED_BYTES_LEAST = 256 << 20
 """Smallest default of Config.exposed_memory."""
-
-_attached: weakref.WeakKeyDictionary[nn.Module, tuple[Hooks, Optimizer | None]]
-_attached = weakref.WeakKeyDictionary()
-"""What else is attached to a model, beside its engine."""
 
 
 def attach(
@@ -109,6 +105,10 @@ def attach(
     _tell_of_no_group(optimizer, groups)
     cut = partial(planned, groups, config, found, rule_of(optimizer), trains=bool(optimizer))
     groups, placed = cut() if group is None else planned_alike(cut, group, config)
+    for unit, one in enumerate(groups):
+        for p in one.named.values() if unit not in placed.residents else ():
+            if gradient_hooks(p):
+                refuse_hook(p)
     for remark in remarks(placed, config, found):
         warn_user(remark)
     # What is made in inference mode could not be trained after it.
@@ -137,7 +137,7 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Co
     )
     if optimizer is None and config.durable is not None:
         raise ValueError("asked for durable; found no optimizer, so there are no steps to keep")
-    inside = any(module in attached for module in model.modules())
+    inside = any(attached_to(module) is not None for module in model.modules())
     if inside or any(isinstance(one, AttachedParameter) for one in model.parameters()):
         raise ValueError(
             "the model, or a part of it, is attached already: detach it first "
@@ -224,10 +224,9 @@ def detach(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer | None]:
             for at in range(len(unit.parameters))
             if unit.index not in engine.residents
         ]  # From here on nothing large is made.
-        del attached[model]
-        hooks, optimizer = _attached.pop(model)
-        original = optimizer.give_up() if optimizer is not None else None
-        hooks.remove()
+        found = vars(model).pop(Attached.name)
+        original = found.optimizer.give_up() if found.optimizer is not None else None
+        found.hooks.remove()
         if isinstance(vars(model).get("save_pretrained"), SavePretrained):
             del model.save_pretrained
         for unit, at, value, gradient in values:
@@ -490,7 +489,7 @@ class _Attaching:
                 announcers.setdefault(module, []).append(index)
         hooks = Hooks(engine)
         hooks.put_on(self.model, announcers, trains=self.optimizer is not None)
-        attached[self.model], _attached[self.model] = engine, (hooks, optimizer)
+        vars(self.model)[Attached.name] = Attached(self.model, engine, hooks, optimizer)
         if hasattr(type(self.model), "save_pretrained"):
             vars(self.model).setdefault("save_pretrained", SavePretrained(self.model))
         return self.model, optimizer

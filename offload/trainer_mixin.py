@@ -9,7 +9,7 @@ import torch
 
 from offload.checkpoint.directory import RUN
 from offload.checkpoint.saving import load, save
-from offload.model.engine import attached, engine_of
+from offload.model.engine import attached_to
 from offload.optim.optimizer import ELSEWHERE
 
 SAVED = "offload"
@@ -42,7 +42,7 @@ class TrainerMixin(_Trainer):  # type: ignore[misc]
 
     def create_optimizer(self, *args: Any, **options: Any) -> Any:
         """Refuse to make another optimizer than that of an attached model."""
-        if self.optimizer is None and self.model in attached:
+        if self.optimizer is None and attached_to(self.model):
             raise ValueError(
                 "asked to train an attached model; found no optimizer, and the Trainer would make "
                 "one that is not the engine's: write Trainer(..., optimizers=(optimizer, None)) "
@@ -51,14 +51,14 @@ class TrainerMixin(_Trainer):  # type: ignore[misc]
         return super().create_optimizer(*args, **options)
 
     def _ranks(self) -> Any:
-        return engine_of(self.model).ranks if self.model in attached else None
+        return found.engine.ranks if (found := attached_to(self.model)) else None
 
     def _clips(self) -> bool:
-        return self.model in attached and engine_of(self.model).plan.clips
+        return bool((found := attached_to(self.model)) and found.engine.plan.clips)
 
     def _wrap_model(self, model: Any, *args: Any, **options: Any) -> Any:
         """Let accelerate put its mixed precision around a model over ranks, and nothing else."""
-        told = vars(model).get("_is_accelerate_prepared") and model in attached
+        told = vars(model).get("_is_accelerate_prepared") and attached_to(model)
         if told and "_original_forward" not in vars(model):
             model._is_accelerate_prepared = False
             model = self.accelerator.prepare_model(model, evaluation_mode=True)
@@ -70,7 +70,7 @@ class TrainerMixin(_Trainer):  # type: ignore[misc]
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         """Read no gradients for the log where updates may have begun, or where the engine clips."""
-        early = self.model in attached and engine_of(self.model).early.begins_early
+        early = (found := attached_to(self.model)) and found.engine.early.begins_early
         return None if early or self._clips() else super()._get_grad_norm(model, grad_norm)
 
     def log(self, logs: dict[str, Any], *args: Any, **options: Any) -> None:
@@ -86,7 +86,7 @@ class TrainerMixin(_Trainer):  # type: ignore[misc]
         super().save_model(output_dir, _internal_call)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if self.model not in attached:
+        if not attached_to(self.model):
             super()._save_optimizer_and_scheduler(output_dir)
             return
         where, pair = os.path.join(output_dir, SAVED), (self.model, self._optimizer())

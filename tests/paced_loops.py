@@ -338,7 +338,7 @@ AT_REST += [
     nap,
 ]
 WITH_GRADIENTS: Actions = [*AT_REST, backward_only, backward_elsewhere, look_at_gradients]
-WITH_GRADIENTS += [edit_gradients, set_gradients, zero_gradients]
+WITH_GRADIENTS += [edit_gradients, set_gradients, set_gradients_of_the_device, zero_gradients]
 WITH_GRADIENTS += [step_and_keep_gradients]
 
 

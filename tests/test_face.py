@@ -192,6 +192,12 @@ def sparse() -> nn.Module:
     return nn.Sequential(nn.Embedding(VOCABULARY, 8, sparse=True), nn.Linear(8, VOCABULARY))
 
 
+def hooked() -> nn.Module:
+    model = small()
+    model.head.weight.register_post_accumulate_grad_hook(lambda p: None)  # type: ignore[union-attr]
+    return model
+
+
 class WithMetaBuffer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -215,6 +221,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any], st
     "float64": (lambda: small(torch.float64), adamw, "float64.*(float32|bfloat16)"),
     "no parameters": (nn.Identity, lambda m: None, "no parameters"),
     "sparse gradients": (sparse, adamw, "sparse=False"),
+    "a hook": (hooked, adamw, r"register_post_accumulate_grad_hook of .*register_hook"),
     "meta buffer": (WithMetaBuffer, adamw, "buffer table is on the meta device"),
 }
 
@@ -225,7 +232,7 @@ def test_what_cannot_be_attached_is_refused_by_name(name: str, tmp_path: Path) -
     model = build()
     values = {name: p.clone() for name, p in model.named_parameters()}
     optimizer = make(model)
-    with nothing_leaks(), pytest.raises((ValueError, TypeError), match=message):
+    with nothing_leaks(), pytest.raises((ValueError, TypeError, RuntimeError), match=message):
         offload.attach(model, optimizer, config(MIXED, tmp_path))
     for name, parameter in model.named_parameters():
         assert type(parameter) is nn.Parameter
@@ -435,7 +442,19 @@ def test_two_engines_share_a_path(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_model_that_is_dropped_leaves_nothing(tmp_path: Path) -> None:
+def hook_with_model(model: nn.Module, optimizer: Any) -> None:
+    optimizer.register_step_post_hook(lambda *_: list(model.parameters()))
+    model.head.weight.register_hook(lambda gradient: model and gradient)  # type: ignore[union-attr]
+
+
+def freeze(model: nn.Module, optimizer: Any) -> None:
+    for wanted in (False, True):
+        for parameter in model.parameters():
+            parameter.requires_grad = wanted
+
+
+@pytest.mark.parametrize("prepare", [hook_with_model, freeze])
+def test_a_model_that_is_dropped_leaves_nothing(prepare: Any, tmp_path: Path) -> None:
     gc.collect()
     files = descriptors()
     with nothing_leaks():
@@ -443,6 +462,7 @@ def test_a_model_that_is_dropped_leaves_nothing(tmp_path: Path) -> None:
         _, optimizer = offload.attach(
             model, adamw(model), config(("nvme", "nvme", "nvme"), tmp_path)
         )
+        prepare(model, optimizer)
         torch_step(model, optimizer)
         assert descriptors() > files
         gone = weakref.ref(optimizer.engine)

@@ -38,8 +38,25 @@ WHOLE_STATE = "a look at the whole state"
 engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 """All engines of the process."""
 
-attached: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
-"""The engine of each attached model."""
+
+class Attached:
+    """What is attached to a model, which has it itself: they are collected together, whatever leads
+    from one to the other. Copies and pickles of the model have None in its place."""
+
+    name = "_offload_attached"
+
+    def __init__(self, model: nn.Module, engine: Engine, hooks: Any, optimizer: Any):
+        self.model, self.engine = weakref.ref(model), engine
+        self.hooks, self.optimizer = hooks, optimizer
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+def attached_to(model: object) -> Attached | None:
+    """What is attached to a model, None where nothing is."""
+    found: Attached | None = getattr(model, "__dict__", {}).get(Attached.name)
+    return found if found is not None and found.model() is model else None  # Else it is a copy.
 
 
 def engine_of(model: nn.Module) -> Engine:
@@ -48,12 +65,12 @@ def engine_of(model: nn.Module) -> Engine:
     Raises:
         ValueError: there is none.
     """
-    if not isinstance(model, nn.Module) or model not in attached:
+    if (found := attached_to(model)) is None:
         raise ValueError(
             f"the model is not attached: asked for one first; found a {type(model).__name__}; give "
             "what offload.attach returned, itself, and before offload.detach"
         )
-    return attached[model]
+    return found.engine
 
 
 class NoCommits:

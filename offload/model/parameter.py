@@ -173,7 +173,7 @@ def _differentiate(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 # -- what the engine answers -----------------------------------------------------------------------
 
 
-def refuse_hook(parameter: torch.Tensor, hook: object) -> None:
+def refuse_hook(parameter: torch.Tensor, *_: object) -> None:
     """Refuse a hook that would find no gradient."""
     raise RuntimeError(
         "register_post_accumulate_grad_hook of an offloaded parameter, whose gradient is "
@@ -233,7 +233,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     _T.grad.__set__: lambda parameter, value: parameter._offload_access.set_gradient(value),
     _T.grad.__delete__: lambda parameter: parameter._offload_access.set_gradient(None),
     _T.data.__set__: lambda parameter, value: parameter._offload_access.set_data(value),
-    _T.requires_grad.__set__: _requires_grad_,
+    _T.requires_grad.__set__: lambda p, wanted: p._offload_access.set_requires_grad(p, wanted),
     _T.requires_grad_: _requires_grad_,
     _T.register_post_accumulate_grad_hook: refuse_hook,
     fits_in_place: _compatible,

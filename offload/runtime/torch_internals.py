@@ -83,6 +83,13 @@ def data_parallel() -> nn.Module | None:
 version: Callable[[torch.Tensor], int] = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 """How often a tensor was changed in place, as torch's own checks ask it. Nothing else serves."""
 
+
+def gradient_hooks(parameter: torch.Tensor) -> Any:
+    """What `register_post_accumulate_grad_hook` has put on a parameter, where a streamed one has no
+    gradient. Where the name is missing hooks from before attach find None."""
+    return getattr(parameter, "_post_accumulate_grad_hooks", None)
+
+
 number_copies: Any = getattr(torch.amp.grad_scaler, "_MultiDeviceReplicator", None)
 """The class by which `GradScaler` gives each device a copy of its numbers, see [Note: Scaler] of
 `device`. Where it is missing copies to the CPU may be read before they have arrived: an accelerator
