@@ -206,6 +206,13 @@ def test_weights_go_to_a_folder_of_hugging_face_and_come_back(
         assert all(torch.equal(weights[k], v) for k, v in run.model.state_dict().items())
 
 
+def test_states_of_which_nothing_tells_are_left_out_with_a_word(save: Path, tmp_path: Path) -> None:
+    (save / "run.json").unlink()
+    told = convert(str(save), str(tmp_path / "hf"), "huggingface")
+    names = "exp_avg", "exp_avg_sq", "residue"
+    assert told == [f"left out: {one}, as found no run.json that tells of it" for one in names]
+
+
 def test_one_file_without_an_index_is_read(tmp_path: Path) -> None:
     values = {"a": torch.randn(5, 3), "b": torch.arange(3), "none": torch.zeros(0, 2)}
     (tmp_path / "hf").mkdir()
