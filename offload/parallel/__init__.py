@@ -5,6 +5,9 @@ Imported where there are several ranks, and only there.
 
 from __future__ import annotations
 
+import atexit
+import sys
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from math import prod
@@ -115,5 +118,13 @@ def together(group: Group, engine: Engine, config: Config) -> tuple[Ranks, Summe
     group.require_alike_values()
     if not engine.runner.device.is_host:  # Else collectives are waited for by themselves.
         engine.runner.look = group.look
+    atexit.register(_tell_end, weakref.ref(group))
     gradients = SummedGradients(group, engine, config.reduce)
     return Ranks(gradients.collectives, engine.snapshots), gradients
+
+
+def _tell_end(of: weakref.ref[Group]) -> None:
+    """Tell the other ranks of an exception that has ended the program."""
+    ended = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    if ended is not None and (group := of()) is not None:
+        group.fail(ended)

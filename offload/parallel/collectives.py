@@ -196,6 +196,7 @@ class Collectives:
         size = self._plan.bytes_of("weight", unit)
         here = self._runner.device.empty((size,), torch.uint8)
         self._runner.read_weights(unit, here)
+        self._runner.drain()  # No op of the home's has it.
         self.group.wait(self._gathered(unit, here, into))
 
     def _gathered(self, unit: int, here: torch.Tensor, into: torch.Tensor) -> Works:

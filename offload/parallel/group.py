@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from datetime import timedelta
 from functools import cache, partial
 from itertools import chain
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
@@ -74,7 +75,7 @@ class Group:
         """Of a process group that is there, or of these `ranks`, some of which are in it."""
         group = group or dist.group.WORLD
         backends = str(dist.get_backend_config(group))
-        self._group = own_group(group, backends, tuple(ranks))
+        self._group = own_group(group, backends, timeout_s, tuple(ranks))
         self._device, self._timeout_s = device, timeout_s
         self.rank, self.ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
         self.order: Sequence[int] = range(self.ranks)
@@ -83,8 +84,10 @@ class Group:
         """How many parts of a gradient come to its owner in an exchange, to be added in order."""
         gloo = f"{device.torch_device.type}:gloo" in backends
         self._gather_parts = _gather_by_broadcast if gloo else _all_gather
-        self._talk = self._group if "cpu:" in backends else own_group(group, "gloo", tuple(ranks))
+        self._talk = self._group
         """For what lies in CPU memory: messages, sums, values. No stream of a device waits."""
+        if "cpu:" not in backends:
+            self._talk = own_group(group, "gloo", timeout_s, tuple(ranks))
         self.comm_stream = device.new_stream()
         """In this context collectives of slots begin. Their ops have waited for the slots, so no
         compute of the user has to end first."""
@@ -97,6 +100,10 @@ class Group:
         self._over: EngineError | None = None
         """What has ended all exchange with the others."""
         self._checksum, self._told = 0, False
+        self._queued = Works()
+        """The last that a stream of the device waits for."""
+        if not device.is_host:
+            self._meet(self._group)
 
     @property
     def position(self) -> int:
@@ -104,6 +111,23 @@ class Group:
         return self.order.index(self.rank)
 
     # -- attach ----------------------------------------------------------------------------------
+
+    def _meet(self, *groups: Any) -> None:
+        """Let the ranks' devices meet in each group: what is wrong with them shows at attach, and
+        communicators have taken their memory before it is asked what is free."""
+        places = self.all_objects((socket.gethostname(), self._device.identity()))
+        known = [one for one in places if one[1]]
+        if len({*known}) < len(known):
+            raise ValueError(
+                f"attach: asked for a device for each rank; found {places}, by rank: call "
+                'torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) before attach'
+            )
+        for group in groups:
+            ranks = dist.get_world_size(group)
+            into, part = (self._device.empty((n,), torch.uint8).zero_() for n in (ranks, 1))
+            for work in self._gather_parts(into, part, group=group, async_op=True):
+                work.wait()
+        self._device.drain()
 
     def least(self, machine: Machine) -> Machine:
         """What each rank has at least, so that all of them plan alike."""
@@ -259,6 +283,7 @@ class Group:
             with interruptible(), self._failing():
                 while not done.wait(LOOK_AGAIN_S):
                     self._look(time.monotonic() - since)
+        self._queued = works
         with self._failing():  # Where one has failed, of none that may never end.
             for one in sorted(works, key=lambda one: not one.is_completed()):
                 one.wait()
@@ -287,7 +312,7 @@ class Group:
         try:
             yield
         except RuntimeError as error:
-            found = error if isinstance(error, EngineError) else self._blame()
+            found = error if isinstance(error, EngineError) else self._blame(error)
             self._over = self._over or found
             if found is error:
                 raise
@@ -296,7 +321,8 @@ class Group:
     def look(self, waited_s: float) -> None:
         """See whether the others live, in a wait for what may wait for them."""
         with self._failing():
-            self._look(waited_s)
+            if not all(one.is_completed() for one in self._queued):
+                self._look(waited_s)
 
     def _look(self, waited_s: float) -> None:
         if waited_s < PATIENCE_S:
@@ -334,7 +360,7 @@ class Group:
         told = self._read("failed")
         return told if told is not None and told["models"] >= self._number else None
 
-    def _blame(self) -> EngineError:
+    def _blame(self, error: RuntimeError) -> EngineError:
         """What to raise where a collective has failed: which rank caused it, as far as is known."""
         time.sleep(LOOK_AGAIN_S)  # The rank that raised may still be writing why.
         try:
@@ -345,7 +371,7 @@ class Group:
         return EngineError(
             f"{missing} {'are' if ',' in missing else 'is'} gone after step {self.step}, or gave "
             f"no sign in {2 * PATIENCE_S:.0f} s of computing, as a collective of the offload "
-            f"engine on {socket.gethostname()} failed: likely its "
+            f"engine on {socket.gethostname()} failed ({reprlib.repr(str(error))}): likely its "
             "process was killed, has raised or has ended, as where its data ended sooner: see its "
             "own output; go on from the last commit or checkpoint"
         )
@@ -391,8 +417,12 @@ def _gather_by_broadcast(
 
 
 @cache
-def own_group(group: Any, backend: str, ranks: tuple[int, ...] = ()) -> Any:
+def own_group(group: Any, backend: str, timeout_s: float, ranks: tuple[int, ...] = ()) -> Any:
     """The same ranks, or these, as a group of the engine's own: else a collective of the user's on
-    one rank could take, or give, the bytes of one of the engine's on another."""
+    one rank could take, or give, the bytes of one of the engine's on another. Torch's own timeout,
+    which ends the process where a device hangs, comes after ours."""
     every = list(ranks) or dist.get_process_group_ranks(group)
-    return dist.new_group(every, backend=backend, use_local_synchronization=True)
+    # Some ranks alone name a group by how many they know, which others may not.
+    some = len(every) < dist.get_world_size()
+    until = timedelta(seconds=timeout_s + TELL_S)
+    return dist.new_group(every, until, backend, use_local_synchronization=some)

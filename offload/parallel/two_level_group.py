@@ -47,7 +47,9 @@ class TwoLevelGroup(Group):
         self.folds, self._shards = mesh.shape
         self._shard = dist.get_rank(row)
         backends = str(dist.get_backend_config(row))
-        self._column, self._row = own_group(column, backends), own_group(row, backends)
+        self._column, self._row = (own_group(one, backends, timeout_s) for one in (column, row))
+        if not device.is_host:
+            self._meet(self._column, self._row)
 
     def gather(
         self,

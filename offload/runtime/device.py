@@ -82,6 +82,10 @@ class Device:
     def trim(self) -> None:
         """Return the freed memory that torch caches to the system."""
 
+    def identity(self) -> str:
+        """What tells it from others of its host; empty where nothing does."""
+        return ""
+
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in its memory; never for the CPU."""
         return False
@@ -203,6 +207,10 @@ class Accelerator(Device):
     def trim(self) -> None:
         """See `Device.trim`."""
         torch.cuda.empty_cache()
+
+    def identity(self) -> str:
+        """See `Device.identity`."""
+        return str(torch.cuda.get_device_properties(self.torch_device).uuid)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """See `Device.holds`."""
