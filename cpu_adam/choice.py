@@ -42,7 +42,7 @@ SQUARES = "squares_of_blocks"
 
 
 def ptx() -> bytes:
-    """The text of a device's kernels, in the PTX of CUDA 12.4, for compute capability 7.0 on."""
+    """The text of a device's kernels, in the PTX of CUDA 11.0, for compute capability 7.0 on."""
     return (Path(__file__).parent / "device.ptx").read_bytes()
 
 

@@ -3,7 +3,8 @@
     python benchmarks/gpu/make_ptx.py            # needs the network or a wheel of NVRTC, and no GPU
 
 NVRTC is NVIDIA's compiler as a library. It is put into a directory that goes with the run: it is a
-tool of whoever changes the kernels, and no dependency. Drivers from CUDA 12.4 on load its text.
+tool of whoever changes the kernels, and no dependency. Drivers from CUDA 11 on load the text, as
+all in it is as old; ptxas makes the same code of it, byte for byte, as of NVRTC's own version.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 NVRTC = "nvidia-cuda-nvrtc-cu12==12.4.*"
+VERSION = "7.0"
+"""Of PTX: its newer ones need a newer driver."""
 ROOT = Path(__file__).resolve().parent.parent.parent
 SOURCE = ROOT / "cpu_adam" / "src" / "device" / "device.cu"
 MADE = ROOT / "cpu_adam" / "device.ptx"
@@ -113,6 +116,7 @@ def main() -> None:
         pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", folder, NVRTC]
         subprocess.run(pip, check=True)
         text = pruned(compiled(Path(folder)))
+    text = re.sub(r"\.version \S+", f".version {VERSION}", text, count=1)
     head = f"// By benchmarks/gpu/{Path(__file__).name}, from sources of SHA-256 {digest()}\n"
     MADE.write_text(head + text + "\n", encoding="utf-8")
     print(f"{MADE.relative_to(ROOT)}: {MADE.stat().st_size} bytes")
