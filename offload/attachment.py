@@ -19,7 +19,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from aio.system import is_memory
 from offload.checkpoint.commits import RunDirectory, run_directory
 from offload.checkpoint.durable import Commits
-from offload.checkpoint.exporting import SavePretrained
+from offload.checkpoint.exporting import SavePretrained, writer_of
 from offload.checkpoint.saving import chunks_of, fill
 from offload.checkpoint.shards import Values
 from offload.config import Config, warn_user
@@ -490,7 +490,7 @@ class _Attaching:
         hooks = Hooks(engine)
         hooks.put_on(self.model, announcers, trains=self.optimizer is not None)
         vars(self.model)[Attached.name] = Attached(self.model, engine, hooks, optimizer)
-        if hasattr(type(self.model), "save_pretrained"):
+        if writer_of(self.model) is not None:
             vars(self.model).setdefault("save_pretrained", SavePretrained(self.model))
         return self.model, optimizer
 

@@ -140,6 +140,20 @@ def test_an_adapter_of_transformers_own_and_modules_to_save(base: Path, tmp_path
     optimizer.engine.close()
 
 
+def test_what_layers_share_is_saved_under_each_name(base: Path, tmp_path: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(base)
+    model = peft.get_peft_model(model, peft.VeraConfig(r=2, target_modules=["q_proj"]))
+    model.save_pretrained(tmp_path / "plain")
+    model, optimizer = offload.attach(model, adamw(model), config(NVME, tmp_path))
+    model.save_pretrained(tmp_path / "ours")
+    optimizer.engine.close()
+    wanted, found = (
+        load_file(tmp_path / one / "adapter_model.safetensors") for one in ("plain", "ours")
+    )
+    assert wanted.keys() == found.keys()
+    assert all(same_bits(one, found[name]) for name, one in wanted.items())
+
+
 @pytest.mark.parametrize("options", [{"use_dora": True}, {"modules_to_save": ["lm_head"]}])
 def test_what_is_made_of_weights_that_are_not_there_is_refused(
     options: Any, base: Path, tmp_path: Path

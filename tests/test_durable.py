@@ -415,6 +415,31 @@ def trained(directory: Path) -> tuple[Any, Any]:
     return weakref.ref(model), weakref.ref(run.engine)
 
 
+def test_a_last_commit_that_fails_is_told(
+    tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def failing(**_: Any) -> None:
+        raise offload.EngineError("a lane failed") from OSError("full")
+
+    with durable(CPU, tmp_path) as run:
+        plain(run, 0)
+        with monkeypatch.context() as patch:
+            patch.setattr(run.engine, "commit", failing)
+            run.engine.commits._at_exit()
+        assert "the last step is not committed: a lane failed" in capsys.readouterr().err
+
+
+def test_a_run_that_its_group_may_write_to_is_its_owners_again(tmp_path: Path) -> None:
+    """As after Kubernetes has mounted a volume."""
+    with durable(CPU, tmp_path) as run:
+        plain(run, 0)
+    (tmp_path / "run").chmod(0o2770)
+    told = pytest.warns(RuntimeWarning, match="its group could write to it")
+    with told, durable(CPU, tmp_path) as run:
+        assert run.engine.resumed[0] == 1
+    assert (tmp_path / "run").stat().st_mode & 0o777 == 0o700
+
+
 def test_a_model_that_is_dropped_commits_and_lets_its_run_go(tmp_path: Path) -> None:
     model, engine = trained(tmp_path)
     gc.collect()

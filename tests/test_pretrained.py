@@ -357,10 +357,16 @@ def test_save_pretrained_goes_with_detach_and_copies_have_their_own(tmp_path: Pa
     optimizer.engine.close()
 
 
-def test_a_model_of_nobody_is_not_exported(tmp_path: Path) -> None:
-    model, _ = offload.attach(torch.nn.Linear(4, 4), None, config(MIXED, tmp_path))
-    with pytest.raises(TypeError, match="asked to export a Linear"):
+def test_a_model_of_nobody_is_not_exported_and_keeps_what_its_class_has(tmp_path: Path) -> None:
+    class Own(torch.nn.Linear):
+        def save_pretrained(self, folder: Path) -> None:
+            torch.save(self.state_dict(), folder)
+
+    model, _ = offload.attach(Own(4, 4), None, config(MIXED, tmp_path))
+    with pytest.raises(TypeError, match=r"asked to export a Own; found no .* of transformers"):
         offload.export(model, tmp_path / "x")
+    model.save_pretrained(tmp_path / "own")  # type: ignore[operator]
+    assert same_bits(torch.load(tmp_path / "own")["weight"], model.weight.detach())
     offload.engine_of(model).close()
 
 

@@ -23,7 +23,7 @@ from torch import nn
 import aio
 import offload
 from cpu_adam import CPULion
-from offload.checkpoint import saving
+from offload.checkpoint import directory, saving
 from offload.planning import planner
 from tests.forked import Forked
 from tests.training import (
@@ -321,6 +321,42 @@ def test_a_save_that_is_killed_leaves_the_one_before(seed: int, tmp_path: Path) 
         assert user - int(told[-1]) in (0, 1)
         assert all((one == user % 64).all() for one in run.model.state_dict().values())
         offload.save(run.model, run.optimizer, path)
+    assert [one.name for one in tmp_path.iterdir()] == ["save"]
+
+
+def _fail(*_: Any) -> None:
+    raise OSError("on purpose")
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_where_directories_cannot_change_names_at_once_an_earlier_save_stays(
+    at: int, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Also after Ctrl-C between the names, and a kill there."""
+    path, rename, calls = saved(tmp_path), os.rename, itertools.count(1)
+
+    def pressed(*names: Any) -> None:
+        rename(*names)
+        if next(calls) == at:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(directory.ctypes, "CDLL", lambda *_, **__: None)
+    with attached(("cpu", "cpu", "cpu"), tmp_path) as run:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "rename", pressed)
+            with pytest.raises(KeyboardInterrupt):
+                offload.save(run.model, run.optimizer, path, user=2)
+        plain(run, 0)
+        assert offload.load(run.model, run.optimizer, path) == (1 if at == 1 else 2)
+        path.rename(tmp_path / ".save.new.99999999.old")
+        with monkeypatch.context() as patch:
+            patch.setattr(aio.Writer, "write", _fail)
+            with pytest.raises(OSError, match="on purpose"):
+                offload.save(run.model, run.optimizer, path, user=3)
+        assert offload.load(run.model, run.optimizer, path) == (1 if at == 1 else 2)
+        monkeypatch.setattr(os.path, "ismount", lambda _: True)
+        with pytest.raises(FileExistsError, match="a mount point"):
+            offload.save(run.model, run.optimizer, path)
     assert [one.name for one in tmp_path.iterdir()] == ["save"]
 
 

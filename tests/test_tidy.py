@@ -23,9 +23,9 @@ TEST_FILE_LINES_MAX = 500
 NATIVE_FILE_LINES_MAX = 900
 
 LINES_MAX = {
-    "offload": 20_313,
+    "offload": 20_360,
     "offload/cli": 3_393,
-    "aio": 3_998,
+    "aio": 4_000,
     "cpu_adam": 5_479,
 }
 """Python and C++ together; of offload without cli."""

@@ -239,7 +239,9 @@ void Engine::reap() {
 
 // What the kernel said of a piece: it is over, goes on where it stands, or has failed.
 void Engine::complete(Flight& flight, int64_t result) {
-    if (result == -EINTR || result == -EAGAIN) return again(flight, int(-result));
+    // Canceled is what needs a worker of the kernel's, where no process may be made.
+    if (result == -EINTR || result == -EAGAIN || result == -ECANCELED)
+        return again(flight, int(-result));
     if (result < 0) return end(flight, {.code = int(-result)});
     if (result == 0 && !flight.writing)
         return end(flight, {.code = EIO, .cause = Cause::end_of_file});

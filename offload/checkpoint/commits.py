@@ -55,6 +55,7 @@ from offload.checkpoint.commit_reader import (
 )
 from offload.checkpoint.directory import flush, write_checked
 from offload.checkpoint.shards import private, write_file
+from offload.config import warn_user
 from offload.planning.layout import FileLayout, Plan
 from offload.planning.machine import measured_speeds, shares_of
 from offload.runtime.store import Kept, Store
@@ -120,6 +121,7 @@ class RunDirectory:
         self._forget_others()
 
     def _take(self) -> None:
+        flush(self.path)  # Its name may not be there after a power cut; what was before it goes.
         self.commit, self.committed = read_commit(self.path)
         self._layout_name = self.commit["layout"]
         self._kept = _named(self.commit)
@@ -476,6 +478,9 @@ def refuse_unsafe(path: str) -> None:
         why = "found a symbolic link"
     elif found.st_uid != os.geteuid():
         why = f"found a directory of user {found.st_uid}"
+    elif found.st_mode & 0o022 == 0o020:  # As Kubernetes mounts volumes for a group.
+        os.chmod(path, stat.S_IMODE(found.st_mode) & 0o700)
+        warn_user(f"{path}: its group could write to it; it is its owner's alone again")
     elif found.st_mode & 0o022:
         why = "found a directory that others may write to"
     elif parent.st_mode & 0o002 and not parent.st_mode & stat.S_ISVTX:

@@ -61,10 +61,16 @@ def whole_directory(path: str) -> Iterator[str]:
         if not _OF_SAVES.fullmatch(other) or not os.path.isfile(os.path.join(path, other)):
             told = f"asked to save there again; found {other}, of no save, which would be lost"
             raise FileExistsError(errno.EEXIST, f"{told}; move it, or save elsewhere", path)
+    if os.path.ismount(path):
+        told = "asked to save there; found a mount point, in whose place nothing can be put"
+        raise FileExistsError(errno.EEXIST, f"{told}; give a directory in it", path)
     os.makedirs(parent, exist_ok=True)
     for other in os.listdir(parent):  # Of processes that were killed in the middle.
-        head, _, pid = other.rpartition(".")
+        head, _, pid = other.removesuffix(".old").rpartition(".")
         if head == f".{name}.new" and pid.isdigit() and not psutil.pid_exists(int(pid)):
+            if other.endswith(".old") and not os.path.lexists(path):
+                os.rename(os.path.join(parent, other), path)  # Between the names of two saves.
+                taken = True
             shutil.rmtree(os.path.join(parent, other), ignore_errors=True)
     new = os.path.join(parent, f".{name}.new.{os.getpid()}")
     shutil.rmtree(new, ignore_errors=True)
@@ -101,11 +107,14 @@ def _exchange(new: str, old: str) -> None:
         if (code := ctypes.get_errno()) not in _NO_EXCHANGE:
             raise OSError(code, os.strerror(code), new, None, old)
     aside = new + ".old"
-    os.rename(old, aside)
     try:
+        os.rename(old, aside)
         os.rename(new, old)
-    except OSError:
-        os.rename(aside, old)
+    except BaseException:
+        if os.path.lexists(old):
+            shutil.rmtree(aside, ignore_errors=True)
+        else:
+            os.rename(aside, old)
         raise
     os.rename(aside, new)
 

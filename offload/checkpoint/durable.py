@@ -16,7 +16,6 @@ What lives on nvme is written by its update, to the home that the last commit do
 from __future__ import annotations
 
 import atexit
-import contextlib
 import sys
 import threading
 import time
@@ -123,8 +122,11 @@ class Commits:
         ended = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         if ended is None and self._engine.commits is self:
             self._alone = False  # No thread can be started now.
-            with contextlib.suppress(RuntimeError):  # Asleep, closed, or in the middle of a step.
+            try:
                 self._engine.commit(alone=True)
+            except RuntimeError as error:  # Or it is asleep, closed, or in the middle of a step.
+                if error.__cause__ is not None:
+                    print(f"offload: the last step is not committed: {error}", file=sys.stderr)
 
     def _let_go(self) -> None:
         """Commit the last step and close, as nobody has the model any more."""

@@ -17,7 +17,14 @@ from torch import nn
 from aio.errors import naming
 from offload.checkpoint.directory import RUN, whole_directory
 from offload.checkpoint.rank_parts import Parts, write_together
-from offload.checkpoint.saving import buffers_of, parts_of, sets_of, settle, write_sets
+from offload.checkpoint.saving import (
+    buffer_dicts,
+    buffers_in,
+    parts_of,
+    sets_of,
+    settle,
+    write_sets,
+)
 from offload.checkpoint.shards import SHARD_BYTES, WEIGHTS, Sets
 from offload.model.engine import Engine, engine_of
 from offload.model.passes import refuse_inside
@@ -45,7 +52,7 @@ def export(
     with a mixture. Over several ranks all of them call it, and the first one writes.
 
     Args:
-        model: attached, of a class that has `save_pretrained`.
+        model: attached, of transformers or PEFT.
         folder: made where it is not there.
         shard_bytes: most bytes of one file, also as a text: "5GB".
         options: of PEFT's `save_pretrained`, for adapters: `selected_adapters`...
@@ -59,11 +66,10 @@ def export(
     refuse_inside("offload.export()")
     engine, where, most = engine_of(model), os.path.expanduser(folder), parse_bytes(shard_bytes)
     engine.require_whole("offload.export")
-    write_rest = getattr(type(model), "save_pretrained", None)
-    if write_rest is None:
+    if (write_rest := writer_of(model)) is None:
         raise TypeError(
-            f"asked to export a {type(model).__name__}; found no save_pretrained in its class, as "
-            "those of transformers and PEFT have one; try offload.save, or state_dict()"
+            f"asked to export a {type(model).__name__}; found no save_pretrained of transformers "
+            "or PEFT in its class; try offload.save, state_dict(), or what its class has"
         )
     adapters = hasattr(model, "peft_config")
     if options and not adapters:
@@ -90,6 +96,14 @@ def export(
 
         sets = {WEIGHTS: {}} if adapters else sets_of(engine, model, {})
         write_together(engine, parts_of(engine, model, None, sets), sets, write)
+
+
+def writer_of(model: nn.Module) -> Any:
+    """The `save_pretrained` of transformers or PEFT that a model has. Others write other files."""
+    has = (one for one in type(model).__mro__ if "save_pretrained" in vars(one))
+    owner = next(has, None)
+    known = owner is not None and owner.__module__.partition(".")[0] in ("transformers", "peft")
+    return vars(owner)["save_pretrained"] if known else None
 
 
 def _write(
@@ -138,9 +152,9 @@ def _names(model: Any) -> dict[str, str]:
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """What a state dict of the model has, parameters under each of their names."""
+    """What a state dict of the model has, each under all of its names."""
     yield from model.named_parameters(remove_duplicate=False)
-    yield from buffers_of(model)
+    yield from buffers_in(buffer_dicts(model, once=False), once=False)
 
 
 def _adapters(

@@ -262,19 +262,20 @@ def buffers_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     return buffers_in(buffer_dicts(model))
 
 
-def buffer_dicts(model: nn.Module) -> BufferDicts:
-    """Where the modules of a model keep their buffers; it keeps no module alive."""
-    modules = model.named_modules()
+def buffer_dicts(model: nn.Module, once: bool = True) -> BufferDicts:
+    """Where the modules of a model keep their buffers; it keeps no module alive. Each module comes
+    `once`, or under all names."""
+    modules = model.named_modules(remove_duplicate=once)
     return [(path, one._buffers, one._non_persistent_buffers_set) for path, one in modules]
 
 
-def buffers_in(dicts: BufferDicts) -> Iterator[tuple[str, torch.Tensor]]:
-    """The buffers that are there now and a state dict has, each once."""
+def buffers_in(dicts: BufferDicts, once: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+    """The buffers that are there now and a state dict has, each `once`, or under all names."""
     seen = set[int]()
     for path, buffers, passing in dicts:
         for name, buffer in buffers.items():
             if buffer is not None and name not in passing and id(buffer) not in seen:
-                seen.add(id(buffer))
+                seen |= {id(buffer)} if once else set()
                 yield f"{path}.{name}".lstrip("."), buffer
 
 

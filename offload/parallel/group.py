@@ -123,11 +123,12 @@ class Group:
                 'torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) before attach'
             )
         for group in groups:
-            ranks = dist.get_world_size(group)
-            into, part = (self._device.empty((n,), torch.uint8).zero_() for n in (ranks, 1))
-            for work in self._gather_parts(into, part, group=group, async_op=True):
-                work.wait()
-        self._device.drain()
+            sizes = dist.get_world_size(group), 1
+            with self.comm_stream():
+                into, part = (self._device.empty((n,), torch.uint8).zero_() for n in sizes)
+                self.wait(self._gather(into, part, group))
+                self._device.drain()
+        self.sent_bytes = 0
 
     def least(self, machine: Machine) -> Machine:
         """What each rank has at least, so that all of them plan alike."""
