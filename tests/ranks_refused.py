@@ -19,6 +19,7 @@ import aio
 import offload
 from offload.runtime.memory import Memory
 from offload.sleeping import SwapArea
+from tests.paced_ranks import paced_ranks
 from tests.ranks import MEMORY, How, Model, values_of
 from tests.ranks_jobs import _attached, _steps
 
@@ -159,6 +160,15 @@ def two_models(rank: int, ranks: int, how: How) -> str:
             how.loss(one, 0)
             how.loss(other, 0)
         how.loss(other if rank else one, 0)
+    return str(error.value)
+
+
+def one_device(rank: int, ranks: int, how: How) -> str:
+    """What attach says where all ranks compute on one device."""
+    with paced_ranks(1) as device, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device, "identity", lambda: "GPU-0")
+        with pytest.raises(ValueError) as error:
+            _attached(how)
     return str(error.value)
 
 
