@@ -356,12 +356,6 @@ def test_what_a_backward_for_some_parameters_calls_sees_the_others(
     assert all(value.isfinite().all() for value in results[0])
 
 
-def test_what_is_put_into_a_copy_of_a_state_is_refused(run: Run) -> None:
-    plain(run, 0)
-    with pytest.raises(RuntimeError, match=r"state\[p\]\['slow'\].*it is a copy"):
-        run.optimizer.state[block(run).up.weight]["slow"] = 1
-
-
 def test_hooks_on_parameters(run: Run) -> None:
     weight = block(run).up.weight
     seen: list[tuple[torch.Size, bool]] = []

@@ -335,21 +335,6 @@ class Optimizer(torch.optim.Optimizer):
         self.states.write(given)
 
 
-class StateCopy(dict[str, Any]):
-    """A state of a parameter as it was when it was asked for. Copies of it are plain."""
-
-    def __reduce__(self) -> Any:
-        return dict, (dict(self),)
-
-    def __setitem__(self, name: str, value: object) -> None:
-        """Refuse what would be lost."""
-        raise RuntimeError(
-            f"asked for optimizer.state[p][{name!r}] = ...; found that it is a copy, as states lie "
-            "where the update is: assign optimizer.state[p] = {...} with the slots of its rule, "
-            "and keep others of your own, as a wrapper around the optimizer would, elsewhere"
-        )
-
-
 class StateView(MutableMapping[nn.Parameter, Mapping[str, Any]]):
     """What torch code reads as `optimizer.state`: copies, read from the records when asked."""
 
@@ -357,7 +342,7 @@ class StateView(MutableMapping[nn.Parameter, Mapping[str, Any]]):
         self._optimizer = optimizer
 
     def __getitem__(self, parameter: nn.Parameter) -> Mapping[str, Any]:
-        return StateCopy(self._optimizer.state_of(parameter))
+        return self._optimizer.state_of(parameter)
 
     def __iter__(self) -> Iterator[nn.Parameter]:
         return iter(self._optimizer.stepped())
