@@ -473,14 +473,15 @@ def layout_of(plan: Plan) -> dict[str, Any]:
 def refuse_unsafe(path: str) -> None:
     """Refuse a directory in which others could change what a run goes on from."""
     found, parent = os.lstat(path), os.stat(os.path.dirname(path))
-    why = None
+    why, own = None, found.st_uid == os.geteuid() and stat.S_ISDIR(found.st_mode)
+    if own and found.st_mode & 0o022 == 0o020:  # As Kubernetes mounts volumes for a group.
+        os.chmod(path, stat.S_IMODE(found.st_mode) & 0o700)
+        warn_user(f"{path}: its group could write to it; it is its owner's alone again")
+        found = os.lstat(path)
     if stat.S_ISLNK(found.st_mode):
         why = "found a symbolic link"
     elif found.st_uid != os.geteuid():
         why = f"found a directory of user {found.st_uid}"
-    elif found.st_mode & 0o022 == 0o020:  # As Kubernetes mounts volumes for a group.
-        os.chmod(path, stat.S_IMODE(found.st_mode) & 0o700)
-        warn_user(f"{path}: its group could write to it; it is its owner's alone again")
     elif found.st_mode & 0o022:
         why = "found a directory that others may write to"
     elif parent.st_mode & 0o002 and not parent.st_mode & stat.S_ISVTX:

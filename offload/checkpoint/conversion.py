@@ -132,10 +132,8 @@ def _open_sets(where: str, whole: bool, backend: aio.Backend, opened: ExitStack)
     states = states_of(run)
     prefixes = dict.fromkeys([WEIGHTS, *(s for one in states.values() for s in one["slots"])])
     reader = opened.enter_context(closing(SetsReader(where, prefixes, backend)))
-    sets, indices = (
-        reader.tensors,
-        (one for one in os.listdir(where) if one.endswith(".index.json")),
-    )
+    sets = reader.tensors
+    indices = (one for one in os.listdir(where) if one.endswith(".index.json"))
     others = sorted({one.partition(".")[0] for one in indices} - sets.keys())
     told = [f"left out: {one}, as found no {RUN} that tells of it" for one in others]
     return Checkpoint(sets, reader.values, run, states or sets[WEIGHTS], notices=told)
