@@ -119,8 +119,8 @@ class Group:
         known = [one for one in places if one[1]]
         if len({*known}) < len(known):
             raise ValueError(
-                f"attach: asked for a device for each rank; found {places}, by rank: call "
-                'torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) before attach'
+                f"attach: asked for a device for each rank; found {places}, by rank: let the one "
+                "that is current before attach be that of the number in LOCAL_RANK"
             )
         for group in groups:
             sizes = dist.get_world_size(group), 1
