@@ -22,6 +22,7 @@ from offload.model.units import FlatUnit
 from offload.program.ops import Lane, Op, Verb
 from tests.paced_loops import Least, Loop, use_one_block_inside_another
 from tests.small import config
+from tests.stand_in import Driven, driven
 from tests.structures import STRUCTURES
 from tests.training import (
     RESIDENT,
@@ -231,9 +232,9 @@ def test_a_touch_puts_at_rest_what_was_broken_off(touch: str, cut: Run) -> None:
 # -- beside a unit that has the slot ---------------------------------------------------------------
 
 
-def seen_beside_the_slot(run: Run) -> list[torch.Tensor]:
+def seen_beside_the_slot(run: Run, device: Driven | None = None) -> list[torch.Tensor]:
     """After a step, the last block called within the first, whose slot is its own, too."""
-    loop = Loop(run, None)
+    loop = Loop(run, device)
     loop.backward()
     run.step()
     use_one_block_inside_another(loop)
@@ -254,9 +255,10 @@ def test_beside_the_slot_a_unit_waits_for_its_update(tmp_path: Path) -> None:
         late.append(op)
         return since + 0.2
 
-    budgets = smallest_budgets(CPU, tmp_path, build=build)
-    with attached(CPU, tmp_path, build=build, pace=pace, **budgets) as run:
-        found = seen_beside_the_slot(run)
+    with driven() as device:  # On the host weights in CPU memory are used at home.
+        budgets = smallest_budgets(CPU, tmp_path, build=build)
+        with attached(CPU, tmp_path, build=build, pace=pace, **budgets) as run:
+            found = seen_beside_the_slot(run, device)
     assert late
     assert all(same_bits(one, other) for one, other in zip(found, expected, strict=True))
 
