@@ -19,10 +19,10 @@ from offload.model import running
 from offload.model.active_units import ActiveUnits
 from offload.model.parameter import OffloadedParameter
 from offload.model.units import FlatUnit
+from offload.planning import planner
 from offload.program.ops import Lane, Op, Verb
 from tests.paced_loops import Least, Loop, use_one_block_inside_another
 from tests.small import config
-from tests.stand_in import Driven, driven
 from tests.structures import STRUCTURES
 from tests.training import (
     RESIDENT,
@@ -232,17 +232,22 @@ def test_a_touch_puts_at_rest_what_was_broken_off(touch: str, cut: Run) -> None:
 # -- beside a unit that has the slot ---------------------------------------------------------------
 
 
-def seen_beside_the_slot(run: Run, device: Driven | None = None) -> list[torch.Tensor]:
+def seen_beside_the_slot(run: Run) -> list[torch.Tensor]:
     """After a step, the last block called within the first, whose slot is its own, too."""
-    loop = Loop(run, device)
+    loop = Loop(run, None)
     loop.backward()
     run.step()
     use_one_block_inside_another(loop)
     return loop.seen
 
 
-def test_beside_the_slot_a_unit_waits_for_its_update(tmp_path: Path) -> None:
-    """Which is late by more than it takes to look at its home."""
+def test_beside_the_slot_a_unit_waits_for_its_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which is late by more than it takes to look at its home. In CPU memory it has a slot here."""
+    lay_out = planner.lay_out
+    slots = {"in_place": False}
+    monkeypatch.setattr(planner, "lay_out", lambda *a, **how: lay_out(*a, **{**how, **slots}))
     build = partial(Least, tied=False, checkpointed=False)
     with attached(RESIDENT, tmp_path, build=build) as run:
         expected = seen_beside_the_slot(run)
@@ -255,10 +260,9 @@ def test_beside_the_slot_a_unit_waits_for_its_update(tmp_path: Path) -> None:
         late.append(op)
         return since + 0.2
 
-    with driven() as device:  # On the host weights in CPU memory are used at home.
-        budgets = smallest_budgets(CPU, tmp_path, build=build)
-        with attached(CPU, tmp_path, build=build, pace=pace, **budgets) as run:
-            found = seen_beside_the_slot(run, device)
+    budgets = smallest_budgets(CPU, tmp_path, build=build)
+    with attached(CPU, tmp_path, build=build, pace=pace, **budgets) as run:
+        found = seen_beside_the_slot(run)
     assert late
     assert all(same_bits(one, other) for one, other in zip(found, expected, strict=True))
 
