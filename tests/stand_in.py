@@ -102,6 +102,7 @@ class Driven(Paced):
         return native.open_cuda(str(library()), 0)
 
     def drain_all(self) -> None:
+        super().drain_all()
         self.calls.stand_in_drain()
 
     def handle(self, stream: Any) -> int:

@@ -274,8 +274,8 @@ def buffers_in(dicts: BufferDicts, once: bool = True) -> Iterator[tuple[str, tor
     seen = set[int]()
     for path, buffers, passing in dicts:
         for name, buffer in buffers.items():
-            if buffer is not None and name not in passing and id(buffer) not in seen:
-                seen |= {id(buffer)} if once else set()
+            if buffer is not None and name not in passing and not (once and id(buffer) in seen):
+                seen.add(id(buffer))
                 yield f"{path}.{name}".lstrip("."), buffer
 
 
