@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 OFFERED = {
     "aio/src": (ENGINE_VERSION, "88373cec4af8"),
     "cpu_adam/src": (KERNELS_VERSION, "55c8ee73e31f"),
-    "offload/runtime/src": (RUNNER_VERSION, "9295d82b1c1d"),
+    "offload/runtime/src": (RUNNER_VERSION, "9c398cb7bb3c"),
 }
 """The version of each module, and a digest of what it offers."""
 

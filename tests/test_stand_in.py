@@ -11,11 +11,12 @@ import pytest
 import torch
 
 import offload
+from cpu_adam.choice import ptx
 from offload.program.ops import Lane, Op, Value, Verb
 from offload.runtime import device as devices
 from offload.runtime.device import Accelerator
 from offload.runtime.native import RUNNER_VARIABLE, Native
-from offload.runtime.works import At, Copy, Work
+from offload.runtime.works import At, Copy, Squares, Work
 from tests import test_durable
 from tests.forked import Forked
 from tests.paced import paced
@@ -316,3 +317,31 @@ def test_updates_on_the_device_are_launches(tmp_path: Path) -> None:
             assert use[Lane.COMPUTE].operations >= len(run.engine.plan.profile.units)
             assert device.calls.stand_in_calls() > before
         assert not device.timeline.races
+
+
+def test_squares_are_summed_by_as_few_launches_as_have_room() -> None:
+    calls = controls()
+    gradients = [torch.randn(n, generator=torch.manual_seed(n)) for n in (3000, 5000, 1, 1024)]
+    jobs, leaf = [], 0
+    for one in gradients:
+        jobs.append(Squares(At(one), "float32", leaf, 0))
+        leaf += -(-one.numel() // 1024)
+    op, norms, made = Op(Lane.D2H, Verb.SQUARE, Value("gradient", 0), (), (), 8, 0), [], []
+    for leaves in (5, 8, 10):
+        scratch = torch.zeros(leaves, dtype=torch.float64)
+        driver = native.open_cuda(str(library()), 0)
+        driver.load(ptx().decode())
+        lanes = Native(driver=driver, workspace=partial(torch.Tensor.view_as, scratch, scratch))
+        clip = lanes.clip(1.0)
+        phase = lanes.phase([op], [Work(jobs)])
+        before = calls.stand_in_calls()
+        (task,) = lanes.start(phase, 0, lanes.settings([], clip))
+        assert lanes.over(task, 20.0)
+        made.append(calls.stand_in_calls() - before)
+        clip.combine()
+        norms.append(clip.norm)
+    assert norms[:1] * 3 == norms
+    assert norms[0] == pytest.approx(torch.cat(gradients).double().norm().item())
+    one_more = made[1] - made[2]  # Launch, and copy of what it summed.
+    assert one_more > 0
+    assert made[0] == made[1] + one_more

@@ -35,7 +35,7 @@ from offload.runtime.works import Add, At, Copy, Job, Squares, Transfer, Update,
 RUNNER_VARIABLE = "OFFLOAD_RUNNER"
 """Environment variable: `python` runs everything in Python, by the reference, where C++ could."""
 
-RUNNER_VERSION = 14
+RUNNER_VERSION = 15
 """Of the native runner, as `src/module.cpp` has it."""
 
 _LANES = tuple(Lane)
@@ -249,7 +249,8 @@ class Native:
             return _native.squares(self._kernel.index, dtype, given)
         scratch = self._workspace()
         assert scratch is not None
-        return _native.device_squares(dtype, scratch.data_ptr(), block_elements(SQUARES), given)
+        room = scratch.data_ptr(), scratch.nbytes // item("float64")
+        return _native.device_squares(dtype, *room, block_elements(SQUARES), given)
 
     def _updates(self, group: Sequence[Update], there: bool) -> Any:
         assert self._plan is not None

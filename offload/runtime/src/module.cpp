@@ -96,10 +96,11 @@ static PythonWork squares_of(int kernel, int gradient, const std::vector<PythonS
                                       stretches_of(given));
 }
 
-static PythonWork device_squares_of(int gradient, uintptr_t scratch, int64_t block_elements,
+static PythonWork device_squares_of(int gradient, uintptr_t scratch, int64_t scratch_leaves,
+                                    int64_t block_elements,
                                     const std::vector<PythonStretch>& given) {
     return std::make_shared<DeviceSquares>(cpu_adam::Gradient(gradient), where({scratch, 0}).base,
-                                           block_elements, stretches_of(given));
+                                           scratch_leaves, block_elements, stretches_of(given));
 }
 
 using PythonPart = std::tuple<uintptr_t, int, int64_t, int64_t, int64_t, int64_t>;
@@ -194,7 +195,7 @@ static bool waiting(Runner& runner, Task& task, double seconds) {
 
 NB_MODULE(_runner, module) {
     nb::set_leak_warnings(false);  // a model that is still attached at exit holds its ops
-    module.attr("VERSION") = 14;  // as offload/runtime/native.py has it
+    module.attr("VERSION") = 15;  // as offload/runtime/native.py has it
     nb::class_<Task>(module, "Task", nb::dynamic_attr())
         .def_ro("serial", &Task::serial)
         .def_ro("of_user", &Task::of_user)

@@ -151,24 +151,38 @@ void Squares::run(int slot, const Settings* settings) const {
         settings->clip->put(leaf, square_sums(kernel_, dtype_, at.at(slot), elements, first));
 }
 
+static int64_t leaves_of(const Stretch& one) {
+    return (one.elements + SUM_BLOCK_ELEMENTS - 1) / SUM_BLOCK_ELEMENTS;
+}
+
 After DeviceSquares::queue(driver::Driver& device, driver::Stream stream, int slot,
                            const Settings* settings) const {
-    const auto sums = std::make_shared<std::vector<std::vector<double>>>();
-    for (const Stretch& one : all_) {
-        DeviceRow row{one.elements, 0, {}, {}};
-        row.arrays[0] = reinterpret_cast<int64_t>(one.at.at(slot));
-        row.arrays[1] = reinterpret_cast<int64_t>(scratch_);
-        launch(device, stream, "squares_of_blocks", dtype_, block_elements_, {row});
-        const int64_t leaves = (one.elements + SUM_BLOCK_ELEMENTS - 1) / SUM_BLOCK_ELEMENTS;
-        auto& here = sums->emplace_back(leaves);
-        device.copy(here.data(), scratch_, here.size() * sizeof(double), stream);
+    int64_t every = 0;
+    for (const Stretch& one : all_) every += leaves_of(one);
+    const auto sums = std::make_shared<std::vector<double>>(every);
+    double* into = sums->data();
+    for (size_t next = 0; next < all_.size();) {
+        std::vector<DeviceRow> rows;
+        int64_t used = 0;
+        for (; next < all_.size(); next++) {
+            const int64_t leaves = leaves_of(all_[next]);
+            if (!rows.empty() && used + leaves > scratch_leaves_) break;
+            DeviceRow& row = rows.emplace_back(DeviceRow{all_[next].elements, 0, {}, {}});
+            row.arrays[0] = reinterpret_cast<int64_t>(all_[next].at.at(slot));
+            row.arrays[1] = reinterpret_cast<int64_t>(scratch_ + used * int64_t(sizeof(double)));
+            used += leaves;
+        }
+        launch(device, stream, "squares_of_blocks", dtype_, block_elements_, rows);
+        device.copy(into, scratch_, size_t(used) * sizeof(double), stream);
+        into += used;
     }
     return [this, sums, clip = settings->clip] {
-        for (size_t at = 0; at < all_.size(); at++) {
+        const double* sum = sums->data();
+        for (const Stretch& one : all_) {
             Nodes nodes;
-            int64_t leaf = all_[at].first;
-            for (const double sum : (*sums)[at]) push(nodes, leaf++, 0, sum);
-            clip->put(all_[at].leaf, nodes);
+            for (int64_t leaf = 0; leaf < leaves_of(one); leaf++)
+                push(nodes, one.first + leaf, 0, *sum++);
+            clip->put(one.leaf, nodes);
         }
     };
 }

@@ -178,14 +178,14 @@ private:
     const std::vector<Stretch> all_;
 };
 
-// The same by a kernel of the device; `scratch` is the device's, a float64 for each leaf of the
-// largest stretch.
+// The same by a kernel of the device, for as many stretches at once as have room in `scratch`: in a
+// float64 for each of so many leaves, at least those of the largest stretch.
 class DeviceSquares : public Work {
 public:
-    DeviceSquares(cpu_adam::Gradient dtype, Byte* scratch, int64_t block_elements,
-                  std::vector<Stretch> all)
-        : dtype_(dtype), scratch_(scratch), block_elements_(block_elements),
-          all_(std::move(all)) {}
+    DeviceSquares(cpu_adam::Gradient dtype, Byte* scratch, int64_t scratch_leaves,
+                  int64_t block_elements, std::vector<Stretch> all)
+        : dtype_(dtype), scratch_(scratch), scratch_leaves_(scratch_leaves),
+          block_elements_(block_elements), all_(std::move(all)) {}
     bool on_device() const override { return true; }
     After queue(driver::Driver& device, driver::Stream stream, int slot,
                 const Settings* settings) const override;
@@ -193,7 +193,7 @@ public:
 private:
     const cpu_adam::Gradient dtype_;
     Byte* const scratch_;
-    const int64_t block_elements_;
+    const int64_t scratch_leaves_, block_elements_;
     const std::vector<Stretch> all_;
 };
 
