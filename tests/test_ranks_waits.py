@@ -72,7 +72,12 @@ SITES = {
         "                self.group.wait(works)\n",
         "",
     ),
-    "fold: for the slot": Site("gradients", "            runner.begin(task)\n", ""),
+    "fold: for the slot": Site(
+        "gradients", "        self._runner.begin(task)\n        for p", "        for p"
+    ),
+    "fold: for the sum so far": Site(
+        "gradients", "            self._start(bring_sum, unit)\n", "            pass\n"
+    ),
     "norm: for the sums here": Site(
         "optim.update", "                    runner.begin(self._normed)\n", ""
     ),
@@ -80,12 +85,7 @@ SITES = {
         "group", "                clip.put(leaf, nodes)\n", "                pass\n"
     ),
     "sum: in the order of ranks": Site(
-        "gradients",
-        "for turn in [[rank] for rank in ranks]",
-        "for turn in [[rank] for rank in ranks[::-1]]",
-    ),
-    "sum: one after the other": Site(
-        "gradients", "[[rank] for rank in ranks] if adds else [ranks]", "[ranks]"
+        "gradients", "            for part in parts:\n", "            for part in parts[::-1]:\n"
     ),
     "what did not come: zeros that change nothing": Site(
         "gradients", ".fill_(-0.0)\n        if self._factor", "\n        if self._factor"
@@ -131,7 +131,7 @@ SCALED_BESIDE = Site(
 
 HOW = {
     "memory": How("twice", micro=2, config={"shard": 3, "max_grad_norm": 0.5}),
-    "turns": How("braided", micro=2, config={"shard": 3}),
+    "turns": How("braided", micro=2, config={"shard": 3, "gradients": "nvme"}),
     "away": How(
         "adapter",
         torch.float32,
@@ -149,7 +149,7 @@ HOW = {
 
 
 def of(how: How, tmp_path: Path) -> How:
-    nvme = {"nvme_path": str(tmp_path)} if "params" in how.config else {}
+    nvme = {"nvme_path": str(tmp_path)} if "nvme" in how.config.values() else {}
     return How(how.kind, how.dtype, how.micro, 3, "AdamW", {**how.config, **nvme})
 
 

@@ -30,7 +30,7 @@ from offload.model.gradients import Gradients
 from offload.parallel.collectives import Collectives
 from offload.parallel.group import Group, Works
 from offload.planning.layout import Place
-from offload.program.compile import arrival, collected, exchange, fold
+from offload.program.compile import arrival, bring_sum, collected, exchange, fold
 from offload.program.ops import Op, Use, Value, Verb
 from offload.runtime.memory import typed
 from offload.runtime.runner import Task
@@ -121,7 +121,7 @@ class SummedGradients(Gradients):
         """Send what the slot has of a gradient to its owners."""
         new, self._own[unit] = self._own[unit], set()
         self._owed.discard(unit)
-        task, source = self._start(exchange, unit), collected(self._plan, unit)
+        (task,), source = self._start(exchange, unit), collected(self._plan, unit)
         with self._group.comm_stream():
             self._runner.begin(task)
             self._prepare(unit, source, new)
@@ -133,10 +133,9 @@ class SummedGradients(Gradients):
 
         self.collectives.exchange_began(unit, works, over)
 
-    def _start(self, make: Callable[..., list[Op]], unit: int) -> Task:
+    def _start(self, make: Callable[..., list[Op]], unit: int) -> list[Task]:
         moves = self._runner.moves(make, unit, self._passes.position + 1)
-        (task,) = self._runner.start(moves, self._passes.number)
-        return task
+        return self._runner.start(moves, self._passes.number)
 
     @torch.no_grad()
     def _prepare(self, unit: int, source: Use, new: set[int]) -> None:
@@ -148,34 +147,30 @@ class SummedGradients(Gradients):
                 segment.mul_(self._factor)
 
     def _send(self, unit: int, source: Use) -> Works:
+        if self._stored[unit]:
+            self._start(bring_sum, unit)
         pairs = zip(self._segments(self._came(unit)), self._segments(source))
         return [work for pair in pairs for work in self._group.exchange(*pair)]
 
     @torch.no_grad()
     def _fold(self, unit: int) -> None:
         """Add the parts of all ranks to what is kept here."""
-        runner, stored, every = self._runner, self._stored[unit], self.units[unit].trainable
-        parts = [one.view(self._group.ranks, -1) for one in self._segments(self._came(unit))]
+        stored, every = self._stored[unit], self.units[unit].trainable
         sums = Use(arrival(self._plan, unit), Value("gradient", unit))
-        ranks, at_home = range(self._group.folds), self._plan.gradient_slot[unit] is None
-        adds = bool(stored) and not at_home
-        for turn in [[rank] for rank in ranks] if adds else [ranks]:
-            task = self._start(fold, unit)
-            runner.begin(task)
-            if at_home and stored:
-                for parameter in every - stored:
-                    self._view(sums, unit, parameter).fill_(-0.0)
-            else:
-                for into, part in zip(self._segments(sums), parts):
-                    into.copy_(part[turn[0]])
-                turn = turn[1:]
-            for rank in turn:
-                for into, part in zip(self._segments(sums), parts):
-                    accumulate(into, part[rank])
-            runner.finish(task)
-            if not at_home:
-                super()._move_home(unit, every, frozenset(stored))
-            stored |= every
+        (task,) = self._start(fold, unit)
+        self._runner.begin(task)
+        for parameter in every - stored if stored else ():
+            self._view(sums, unit, parameter).fill_(-0.0)
+        for into, came in zip(self._segments(sums), self._segments(self._came(unit))):
+            parts = list(came.view(self._group.ranks, -1)[: self._group.folds])
+            if not stored:
+                into.copy_(parts.pop(0))
+            for part in parts:
+                accumulate(into, part)
+        self._runner.finish(task)
+        if self._plan.gradient_slot[unit] is not None:
+            super()._move_home(unit, every, frozenset())
+        stored |= every
         self.units[unit].summed = frozenset()
 
     @staticmethod

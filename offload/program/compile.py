@@ -66,7 +66,9 @@ def compute_phase(plan: Plan, name: str, order: Sequence[int], in_slots: dict[Pl
             came.add(unit)
             ops.append(collect(plan, unit, position + 1))
             if plan.full_gradient[unit] is not None:
+                ops += [] if first else bring_sum(plan, unit, position + 1)
                 ops += [*exchange(plan, unit, position + 1), *fold(plan, unit, position + 1)]
+                first = True
             ops += (offload_gradient if first else add_gradient)(plan, unit, position + 2)
     return Phase(name, tuple(ops), entry, dict(in_slots))
 
@@ -184,8 +186,18 @@ def exchange(plan: Plan, unit: int, deadline: int) -> list[Op]:
     return [Op(Lane.COMM, Verb.EXCHANGE, value, (there,), (came,), size, deadline)]
 
 
+def bring_sum(plan: Plan, unit: int, deadline: int) -> list[Op]:
+    """Move the sum of a unit from home to where what comes in exchange is added to it."""
+    slot, home = plan.gradient_slot[unit], plan.home("gradient", unit)
+    if slot is None:
+        return []
+    stops = [Place(tier, "deposit", unit % STAGES) for tier in route(home.tier, "device")[1:-1]]
+    size = plan.bytes_of("gradient", unit)
+    return move(Value("gradient", unit), size, [home, *stops, slot], deadline)
+
+
 def fold(plan: Plan, unit: int, deadline: int) -> list[Op]:
-    """Sum what came in exchange."""
+    """Add up what came in exchange, to the sum that is there, if any."""
     value, came = Value("gradient", unit), Place("device", "exchange")
     uses = (Use(came, value),), (Use(arrival(plan, unit), value),)
     size = plan.size_at(came, "gradient", unit)
@@ -229,7 +241,8 @@ def passing(plan: Plan, unit: int, *, again: bool) -> Use:
     It is `again` where it is added to what is there."""
     place = plan.home("gradient", unit)
     if place.tier == "nvme":
-        place = Place("cpu", "deposit" if again else "gradient", unit % STAGES)
+        added = again and plan.full_gradient[unit] is None
+        place = Place("cpu", "deposit" if added else "gradient", unit % STAGES)
     return Use(place, Value("gradient", unit))
 
 
