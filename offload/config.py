@@ -95,6 +95,10 @@ class Config:
     """Over several ranks: whether gradients are averaged or summed. A mean over ranks that are no
     power of two rounds once more than one process does; a sum never does."""
 
+    wire: Literal["exact"] = "exact"
+    """Over several ranks: how weights and gradients are sent. exact: as they are. It is all there
+    is: a rank sends nothing that is rounded, such as int8 with the error fed back."""
+
     comm_timeout: float = 300.0
     """Seconds that a rank waits for the others in one collective, before it gives up. A rank that
     fails or is gone is told much sooner."""

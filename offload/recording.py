@@ -48,6 +48,7 @@ def run_of(engine: Engine, command: Sequence[str] | None = None) -> Run:
     parameters = [one for unit in units for one in unit.parameters]
     dtypes = ", ".join(dict.fromkeys(one.dtype for one in parameters))
     elements = sum(one.elements for one in parameters)
+    told = engine.report().ranks
     both = [one.both_bytes_per_s if one else 0.0 for one in measured_speeds(engine.nvme_path)]
     spans = [_span(ran, zero, engine) for ran in sorted(trace.ran, key=lambda ran: ran.start)]
     for start, stop in trace.called:
@@ -56,7 +57,7 @@ def run_of(engine: Engine, command: Sequence[str] | None = None) -> Run:
     return Run(
         made=datetime.now().isoformat(timespec="seconds"),
         command=[Path(one).name for one in sys.argv[:1]] if command is None else list(command),
-        model=f"{elements:,} parameters in {dtypes}, {len(units)} units",
+        model=f"{elements:,} parameters in {dtypes}, {len(units)} units{told and f'; {told}'}",
         device=str(engine.runner.device.torch_device),
         device_is_host=engine.runner.device.is_host,
         residents=len(engine.plan.residents),

@@ -432,6 +432,7 @@ def sent_by_level(rank: int, ranks: int, how: How) -> list[tuple[int, int]]:
     late = engine.plan.profile.sharding.late
     size = (1 if late else how.micro) * sum(unit.gradient_bytes for unit in full)
     engine.close()
+    assert f", those of each row of {shards} first" in str(engine.report())
     wanted = (once + size) * (rows - 1) // ranks, (every + size) * (shards - 1) // shards
     pairs = [(found[row], wanted[row]) for row in (False, True)]
     return pairs[: 1 + (late or how.micro == 1)]  # Else some weights are in slots yet.
@@ -466,13 +467,12 @@ def sent(rank: int, ranks: int, how: How) -> tuple[int, int, int]:
     _steps(model, optimizer, how, rank, ranks, [2])
     found = engine.ranks.group.sent_bytes - before
     ops = _collectives(engine)
-    planned = sum(op.bytes for op in ops)
+    assert f"rank {rank} of {ranks}, as ZeRO-" in str(engine.report())
     full = engine.plan.profile.full
-    gathered = [op.value.unit for op in ops if op.verb is Verb.GATHER]
-    weights = sum(full[unit].weight_bytes for unit in gathered)
+    weights = sum(full[op.value.unit].weight_bytes for op in ops if op.verb is Verb.GATHER)
     gradients = sum(unit.gradient_bytes for unit in full)
     engine.close()
-    return found, planned, (weights + gradients) * (ranks - 1) // ranks
+    return found, sum(op.bytes for op in ops), (weights + gradients) * (ranks - 1) // ranks
 
 
 def _collectives(engine: Any) -> list[Any]:

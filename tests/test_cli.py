@@ -24,7 +24,7 @@ FLAGS = [
     "--params", "--gradients", "--optimizer", "--nvme-path",
     "--device-memory", "--cpu-memory", "--nvme-space", "--states", "--gradient-dtype",
     "--max-grad-norm", "--micro-batches", "--exposed-memory",
-    "--shard", "--reduce", "--comm-timeout",
+    "--shard", "--reduce", "--wire", "--comm-timeout",
     "--durable", "--commit-every", "--resume", "--no-resume",
 ]
 # fmt: on

@@ -52,6 +52,7 @@ class Placing(Config):
     nvme_path: Suppress[tuple[str, ...]] = ("NVME",)
     exposed_memory: Suppress[int | str | None] = None
     reduce: Suppress[Literal["mean", "sum"]] = "mean"
+    wire: Suppress[Literal["exact"]] = "exact"
     comm_timeout: Suppress[float] = 300.0
     durable: Suppress[str | None] = None
     commit_every: Suppress[int | None] = None

@@ -527,7 +527,8 @@ class Engine:
         use = {lane.value: use for lane, use in self.runner.stats.use.items()}
         wall = time.perf_counter() - self._since
         exposed = sum(one.exposed_s for one in use.values())
-        return Report(self.steps, self.passes.misses, use, self.plan.tiers(), wall, wall - exposed)
+        counts, ranks = (self.steps, self.passes.misses), str(self.ranks or "")
+        return Report(*counts, use, self.plan.tiers(), wall, wall - exposed, ranks)
 
     def _usable(self) -> bool:
         """Whether its values are those of a finished step."""

@@ -15,6 +15,7 @@ from offload.parallel.collectives import Collectives
 from offload.parallel.flat_shard import FlatShard
 from offload.parallel.order import Kind
 from offload.planning.profile import Sharding, shard_of
+from offload.planning.tiers import format_bytes
 
 _VALUES: Any = torch.Tensor.detach, torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _LIKE: Any = torch.zeros_like, torch.empty_like
@@ -31,6 +32,17 @@ class Ranks:
         """What `gathered` shows, by unit and parameter."""
         self._states_whole = False
         """Whether it shows states, too."""
+
+    def __str__(self) -> str:
+        group, how = self.group, self._profile.sharding
+        zero = 1 if how.late else 2 if how.keeps else 3
+        first = ", those of a rank's own backwards first" * how.late
+        if group.folds < group.ranks:
+            first += f", those of each row of {group.ranks // group.folds} first"
+        return (
+            f"rank {group.rank} of {group.ranks}, as ZeRO-{zero}: gradients are added in the order "
+            f"of ranks{first}; {format_bytes(group.sent_bytes)} sent, exact"
+        )
 
     def without_others(
         self, unit: int, index: int, function: Any, args: Any, kwargs: Any

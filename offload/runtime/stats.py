@@ -170,12 +170,15 @@ class Report:
     """Seconds since the engine was attached."""
     compute_s: float
     """`wall_s` minus the waits of the user's thread for lanes."""
+    ranks: str
+    """How ranks share the model, in words; empty for one process."""
 
     def __str__(self) -> str:
         lines = [
             f"step {self.steps}; {self.wall_s:.2f} s since attach, "
             f"{self.wall_s - self.compute_s:.2f} s of them waiting for lanes; "
             f"{self.misses} misses (units used in another order than the one seen before)",
+            *([self.ranks] if self.ranks else []),
             f"{'lane':8} {'busy':>10} {'exposed':>10} {'moved':>10}",
         ]
         for name, use in self.lanes.items():
