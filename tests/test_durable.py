@@ -384,16 +384,22 @@ def test_compact_states_are_the_very_records(durably: bool, after: Any, tmp_path
         assert_same(result_of(run), expected)
 
 
-@pytest.mark.parametrize("fails", some_fast([False, True]))
-def test_a_program_that_comes_to_its_end_commits_its_last_step(fails: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", some_fast([(0, 1), (0, 0), (1, 0), (1, 1)]))
+def test_a_program_that_comes_to_its_end_commits_its_last_step(
+    case: tuple[int, int], tmp_path: Path
+) -> None:
+    """Also where something wrong was typed before its steps."""
+    fails, typed = case
     program = f"""
-import gc
+import code, gc
 gc.disable()  # What is imported is no garbage.
 import torch
 from pathlib import Path
 from tests.test_durable import CPU, durable, plain
 opened = durable(CPU, Path({str(tmp_path)!r}), commit_every=100)
 run = opened.__enter__()
+if {typed}:
+    code.InteractiveInterpreter().runsource("wrong")
 for number in range(3):
     plain(run, number)
 assert not {fails}

@@ -50,7 +50,7 @@ def test_detach_gives_everything_back(placement: tuple[str, str, str], tmp_path:
         for seed in range(3):
             torch_step(model, optimizer, seed)
         loss_of(model, tokens(3)).backward()
-        weights = {name: v.clone() for name, v in model.state_dict().items()}
+        weights = {name: v.clone() for name, v in model.state_dict(destination={}).items()}
         gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
         states = optimizer.state_dict()["state"]
         back, original = offload.detach(model)

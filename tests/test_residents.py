@@ -226,3 +226,25 @@ def test_a_pass_counts_as_the_models_time(tmp_path: Path) -> None:
 def two_passes(run: Run) -> None:
     for _ in range(2):
         run.loss().backward()
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="of torch 2.13")
+def test_gradients_of_another_dtype_in_the_same_memory(tmp_path: Path) -> None:
+    found = []
+    for memory in (torch.zeros(4 * 64), None):
+        model = nn.Linear(16, 16, bias=False).bfloat16()
+        nn.init.ones_(model.weight)
+        optimizer: Any = torch.optim.AdamW(model.parameters())
+        _, optimizer = offload.attach(model, optimizer, offload.Config())
+        model.weight.grad_dtype = None
+        for dtype in (torch.bfloat16, torch.float32):
+            lies = torch.zeros(4 * 64) if memory is None else memory
+            gradient = lies.view(dtype)[:256].view(16, 16)
+            gradient.copy_(torch.arange(256).view(16, 16) - 100)
+            model.weight.grad = gradient
+            optimizer.step()
+            optimizer.zero_grad()
+        offload.engine_of(model).settle()
+        found.append(model.weight.detach().clone())
+        offload.detach(model)
+    assert torch.equal(*found)

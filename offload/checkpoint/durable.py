@@ -49,7 +49,7 @@ from offload.model.running import in_backward
 from offload.optim.optimizer import Optimizer
 from offload.planning.profile import Kind
 from offload.program.ops import Lane, Value
-from offload.runtime.entry import interruptible
+from offload.runtime.entry import interruptible, last_exception
 from offload.runtime.memory import host_tensor
 from offload.runtime.runner import LOOK_AGAIN_S
 from offload.runtime.torch_internals import no_trap, version
@@ -79,6 +79,8 @@ class Commits:
         self._buffers, self._optimizer, self._directory = buffer_dicts(model), optimizer, directory
         self._engine: Engine = optimizer.engine
         self._store = self._engine.runner.store
+        self._stream = self._engine.runner.device.new_stream()
+        """On which values of the device are read, beside training."""
         refuse_extra_state(model)
         self._every = every
         plan = self._engine.plan
@@ -107,6 +109,8 @@ class Commits:
             if (module := ref()) is not None
         ]
         """Of modules that no hook of the engine announces."""
+        self._before = last_exception()
+        """What was raised before the last step began."""
         atexit.register(_call, weakref.WeakMethod(self._at_exit))
         self._thread: threading.Thread | None = None
         self._ended, self._seconds = time.monotonic(), 0.0
@@ -117,10 +121,10 @@ class Commits:
     def _at_exit(self) -> None:
         """Commit the last step, where the program has come to its end and nobody closed the engine.
 
-        After an exception nothing is: it may have come in the middle of what belongs to the step.
+        After an exception nothing is: it may have come in the middle of what belongs to the step,
+        unless the step began after it, as where a user types one line after the other.
         """
-        ended = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-        if ended is None and self._engine.commits is self:
+        if last_exception() is self._before and self._engine.commits is self:
             self._alone = False  # No thread can be started now.
             try:
                 self._engine.commit(alone=True)
@@ -235,7 +239,9 @@ class Commits:
         edited = {("weight", u) for u, seen in versions.items() if seen != self._versions[u]}
         changed, self._changed, self._closed = self._changed | edited, set(), engine.steps
         self._versions, self._edited = versions, False
-        args = run, buffers, forward, [key for key in self._values if key in changed]
+        device = engine.runner.device
+        fence = device.fence(device.stream())
+        args = run, buffers, forward, [key for key in self._values if key in changed], fence
         # The reference works on the thread that waits.
         if not engine.runner.lasting or not self._alone:
             self._alone = True
@@ -260,6 +266,7 @@ class Commits:
 
     def updated(self, units: Any) -> None:
         """Updates of these units begin, once what was begun is committed."""
+        self._before = last_exception()
         self.wait()
         self._changed.update((kind, unit) for unit in units for kind in ("weight", "state"))
 
@@ -313,6 +320,7 @@ class Commits:
         buffers: Mapping[str, torch.Tensor],
         forward: bool,
         changed: list[Any],
+        fence: Any,
     ) -> None:
         engine, store, since = self._engine, self._store, time.monotonic()
         runner = engine.runner
@@ -320,10 +328,13 @@ class Commits:
         try:
             tasks = engine.updates.begun()
             places = {unit: at for at, unit in enumerate(tasks)}
+            if fence is not None:
+                fence.synchronize()
             for kind, unit in sorted(changed, key=lambda key: places.get(key[1], -1)):
                 if unit in tasks and not runner.over(tasks[unit]):
                     return
-                self._write(kind, unit, run["step"])
+                with self._stream():
+                    self._write(kind, unit, run["step"])
             if not all(map(runner.over, tasks.values())):
                 return
             if self._versions == self._seen():

@@ -18,7 +18,7 @@ from offload.model.parameter import ActiveParameter, OffloadedParameter
 from offload.model.running import in_backward
 from offload.model.saved_tensors import SavingGuard
 from offload.model.units import FlatUnit
-from offload.planning.machine import host_free_bytes
+from offload.planning.machine import host_free_bytes, ranks_on_host
 from offload.planning.tiers import format_bytes
 from offload.runtime.entry import Hook, entry, refuse_recording
 from offload.runtime.torch_internals import data_parallel, no_trap
@@ -106,7 +106,9 @@ class Hooks:
     ) -> None:
         """Put copies in CPU memory in the place of streamed parameters, which are `own`."""
         if self._destination() is not state_dict:
-            self._destination, self._copies = weakref.ref(state_dict), {}
+            plain = type(state_dict) is dict  # Which no weak reference can follow.
+            self._destination = (lambda: None) if plain else weakref.ref(state_dict)
+            self._copies = {}
         for name, place in own.items():
             written = state_dict.get(prefix + name)
             if not isinstance(written, nn.Parameter):  # Else it was asked to keep them.
@@ -327,6 +329,8 @@ def _before_state_dict(engine: Engine, module: nn.Module, prefix: str, *_: objec
     engine.boundary()
     streamed = ActiveParameter, OffloadedParameter
     needed = sum(one.nbytes for one in module.parameters() if isinstance(one, streamed))
+    if (ranks := engine.plan.profile.sharding.ranks) > 1:  # Each copies what it has.
+        needed = needed * ranks_on_host() // ranks
     if needed > (free := host_free_bytes()):
         raise MemoryError(
             f"state_dict() copies {format_bytes(needed, up=True)} of offloaded weights to CPU "

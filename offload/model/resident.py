@@ -52,9 +52,9 @@ class PendingUnit(NamedTuple):
     task: Task
 
 
-def addresses(flat: Flat) -> tuple[int, ...]:
-    """Where weights and gradients are: torch may give the same memory in each step."""
-    return tuple(one.data_ptr() for kind in flat.values() for one in kind.values())
+def addresses(flat: Flat) -> tuple[object, ...]:
+    """Where weights and gradients are, and what: torch may give the same memory in each step."""
+    return tuple((one.data_ptr(), one.dtype) for kind in flat.values() for one in kind.values())
 
 
 class Residents:

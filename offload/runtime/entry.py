@@ -15,6 +15,7 @@ Every hook, touch and public method that does the engine's work is an `entry`. I
 from __future__ import annotations
 
 import functools
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -50,6 +51,12 @@ def uncompiled(function: Callable[Parameters, Result]) -> Callable[Parameters, R
 
     skipped: Callable[Parameters, Result] = disable(call, recursive=False)
     return skipped
+
+
+def last_exception() -> BaseException | None:
+    """The last exception that nobody caught, None where there was none."""
+    found: BaseException | None = getattr(sys, "last_exc", getattr(sys, "last_value", None))
+    return found
 
 
 _now = time.perf_counter
