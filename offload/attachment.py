@@ -315,7 +315,7 @@ class _Attaching:
 
     def attach(self, pace: Pace | None) -> tuple[nn.Module, Optimizer | None]:
         if self.group is not None:
-            self.group.require_alike(self.model, self.plan, self.config)
+            self.group.require_alike(self.model, self.plan)
         taken = partial(self._take, pace)
         alone = self.group is None
         runner = taken() if alone else self.group.all_or_none(taken, methodcaller("close"))

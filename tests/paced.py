@@ -64,6 +64,9 @@ class Paced(Device):
 
     # -- offload.device.Device ----------------------------------------------------------------
 
+    def identity(self) -> str:
+        return "paced"
+
     def free_bytes(self) -> int:
         return FREE_BYTES
 

@@ -43,9 +43,11 @@ class World:
         directory: Path,
         jobs: str = "tests.ranks_jobs",
         other: tuple[str, str] | None = None,
+        backend: str = "gloo",
     ):
-        """With `other`, a module and a source, its classes have the functions of that source."""
-        self.ranks, self._directory, self._jobs, self._other = ranks, directory, jobs, other
+        """With `other`, a module and a source, its classes have the functions of that source; over
+        another backend than gloo each rank has a device of its own."""
+        self.ranks, self._directory, self._how = ranks, directory, (jobs, other, backend)
         self._pipes: list[Any] = []
         self.processes: list[Any] = []
 
@@ -53,7 +55,7 @@ class World:
         store = str(self._directory / f"store-{time.monotonic_ns()}")
         for rank in range(self.ranks):
             mine, other = SPAWN.Pipe()
-            args = rank, self.ranks, store, other, self._jobs, self._other
+            args = rank, self.ranks, store, other, *self._how
             one = SPAWN.Process(target=begin, args=args, daemon=True)
             one.start()
             other.close()
@@ -116,12 +118,12 @@ def worlds_of(*ranks: int, jobs: str = "tests.ranks_jobs") -> Any:
     return worlds
 
 
-def world_of(ranks: int) -> Any:
+def world_of(ranks: int, backend: str = "gloo") -> Any:
     """A fixture for the tests of a file: so many ranks."""
 
     @pytest.fixture(scope="module")
     def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-        made = World(ranks, tmp_path_factory.mktemp(f"of{ranks}"))
+        made = World(ranks, tmp_path_factory.mktemp(f"of{ranks}"), backend=backend)
         yield made
         made.close()
 
@@ -144,13 +146,16 @@ def serve(
     store: str,
     pipe: Any,
     jobs: str,
-    other: tuple[str, str] | None = None,
+    other: tuple[str, str] | None,
+    backend: str,
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
     os.environ["LOCAL_WORLD_SIZE"] = str(ranks)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    if backend != "gloo":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks)
     module = importlib.import_module(jobs)
     gc.freeze()  # Each attach collects: it need not look at all of torch again.
     gc.enable()

@@ -19,7 +19,6 @@ import aio
 import offload
 from offload.runtime.memory import Memory
 from offload.sleeping import SwapArea
-from tests.paced_ranks import paced_ranks
 from tests.ranks import MEMORY, How, Model, values_of
 from tests.ranks_jobs import _attached, _steps
 
@@ -87,6 +86,9 @@ def kept(rank: int, ranks: int, how: How) -> str:
     for one, wanted in zip(model.parameters(), before, strict=True):
         assert type(one) is nn.Parameter
         assert torch.equal(one, wanted)
+    config = offload.Config(**MEMORY, durable=None if rank else "nowhere", nvme_path=".")
+    with pytest.raises(ValueError, match=r"rank 0 has Config durable=True, and rank 1 has .*False"):
+        offload.attach(model, optimizer, config)
     return str(error.value)
 
 
@@ -163,15 +165,6 @@ def two_models(rank: int, ranks: int, how: How) -> str:
     return str(error.value)
 
 
-def one_device(rank: int, ranks: int, how: How) -> str:
-    """What attach says where all ranks compute on one device."""
-    with paced_ranks(1) as device, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device, "identity", lambda: "GPU-0")
-        with pytest.raises(ValueError) as error:
-            _attached(how)
-    return str(error.value)
-
-
 def outside(rank: int, ranks: int, how: How) -> None:
     """A rank calls fewer layers outside the model's forward than before, and then all ask for
     values."""
@@ -221,3 +214,12 @@ def save_in_vain(rank: int, ranks: int, how: How, folder: str) -> str:
 
 def _full(*_: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def unset(rank: int, ranks: int, how: How) -> str:
+    """How many ranks attach takes to be on this host, where no launcher tells."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("LOCAL_WORLD_SIZE")
+        model, _ = _attached(how)
+        offload.engine_of(model).close()
+        return os.environ["LOCAL_WORLD_SIZE"]

@@ -25,7 +25,8 @@ from tests.test_cuda import needs_cuda
 pytestmark = needs_cuda
 
 
-two, one = world_of(2), world_of(1)
+two, one, apart = world_of(2), world_of(1), world_of(2, "nccl")
+needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -81,3 +82,27 @@ def test_over_nccl_with_streams_that_are_late(one: World) -> None:
     how = How("tied", config={"params": "cpu"})
     (found,) = one.run("alone", "nccl", "late", how, 40)
     assert set(found) == {digest(one_process(how, 1).values)}
+
+
+@needs_two
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_over_nccl(apart: World, kind: str) -> None:
+    how = How(kind, micro=2, config={"max_grad_norm": 0.5})
+    assert_as_one(apart.run("train", how), how)
+
+
+@needs_two
+@pytest.mark.parametrize("shard", [1, 2, 3])
+@pytest.mark.parametrize("way", WAYS, ids="-".join)
+def test_two_ranks_over_nccl_in_every_placement(
+    apart: World, way: tuple[str, str, str], shard: int, tmp_path: Path
+) -> None:
+    how = way_of(way, shard, tmp_path)
+    assert_as_one(apart.run("train", how), how)
+
+
+@needs_two
+@pytest.mark.parametrize("job", ["diverge", "clip", "touch"])
+def test_what_two_ranks_over_nccl_do_beside_training(apart: World, job: str) -> None:
+    how = How("unused" if job == "diverge" else "plain")
+    assert same(apart.run(job, how), apart.run(job, how))

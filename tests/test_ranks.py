@@ -208,7 +208,7 @@ def test_a_look_for_failures_asks_for_one_key_and_a_long_one_is_told(
     monkeypatch.setattr("offload.parallel.group.group_store", lambda _: store)
     monkeypatch.setattr("offload.parallel.group._numbers", {None: 2})
     for rank, one in ((0, first), (63, last)):
-        one.rank, one.ranks, one.step, one._group, one._number = rank, 64, 7, None, 1
+        one.rank, one.ranks, one.step, one._talk, one._number = rank, 64, 7, None, 1
     first._raise_failed()
     assert len(store.looked) == 1
     last.fail(OSError("the drive is gone"))
@@ -357,6 +357,10 @@ def test_the_example_runs_and_its_save_is_whole(
 def test_a_refused_attach_leaves_the_model_as_it_was(two: World) -> None:
     for text in two.run("tests.ranks_refused.kept", How()):
         assert text.startswith("the ranks attach different models")
+
+
+def test_ranks_on_a_host_share_it_whoever_launches_them(two: World) -> None:
+    assert two.run("tests.ranks_refused.unset", How()) == ["2", "2"]
 
 
 def test_a_value_of_another_parameter_is_refused(two: World) -> None:

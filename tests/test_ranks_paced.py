@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from offload.parallel.group import require_different
 from tests.ranks import KINDS, WAYS, How, World, assert_as_one, same, way_of, world_of
 
 pytest.importorskip("offload.runtime._runner", reason="not compiled here")
@@ -38,10 +39,11 @@ def test_what_ranks_do_beside_training(two: World, job: str, seed: int) -> None:
     assert same(two.run("paced", seed, job, how), two.run(job, how))
 
 
-def test_ranks_on_one_device_are_refused(two: World) -> None:
-    for told in two.run("tests.ranks_refused.one_device", How()):
-        assert "asked for a device for each rank; found [(" in told
-        assert "before attach be that of the number in LOCAL_RANK" in told
+def test_ranks_of_nccl_on_one_device_are_refused() -> None:
+    """Those of gloo may share one, as ranks do in this file."""
+    require_different([("a", "GPU-0"), ("a", "GPU-1"), ("b", "GPU-0")])
+    with pytest.raises(ValueError, match=r"found \[\('a', 'GPU-0'\).* of the number in LOCAL_RANK"):
+        require_different([("a", "GPU-0"), ("b", "GPU-0"), ("a", "GPU-0")])
 
 
 def test_collectives_that_are_late(two: World) -> None:

@@ -62,7 +62,7 @@ import shutil
 import sys
 import sysconfig
 
-wanted = ("torch", "numpy", "psutil", "pytest", "nanobind")  # The last one for the build alone.
+wanted = ("torch", "numpy", "psutil", "safetensors", "rich", "pytest", "nanobind")
 if missing := [name for name in wanted if importlib.util.find_spec(name) is None]:
     print(f"missing: {', '.join(missing)}; carry the wheels and set WHEELS")
 for tools in (("cmake",), ("ninja", "make"), ("c++", "g++", "clang++")):

@@ -6,7 +6,8 @@ Imported where there are several ranks, and only there.
 from __future__ import annotations
 
 import atexit
-import sys
+import os
+import socket
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ from offload.parallel.group import Group
 from offload.parallel.ranks import Ranks
 from offload.parallel.two_level_group import TwoLevelGroup, levels_of
 from offload.runtime.device import Device
+from offload.runtime.entry import last_exception
 from offload.runtime.torch_internals import local_part
 
 
@@ -51,9 +53,17 @@ def join(mesh: Any, device: Device, config: Config) -> Group | None:
             "of others would be at other steps: let all ranks share the model, or call "
             "offload.save(model, optimizer, folder) on them"
         )
-    if isinstance(mesh, DeviceMesh) and len(groups) > 1:
-        return TwoLevelGroup(mesh, device, config.comm_timeout)
-    return None if ranks == 1 else Group(groups[0], device, config.comm_timeout)
+    if ranks == 1:
+        return None
+    levels = isinstance(mesh, DeviceMesh) and len(groups) > 1
+    made = (TwoLevelGroup if levels else Group)(
+        mesh if levels else groups[0], device, config.comm_timeout
+    )
+    made.require_alike_config(config)
+    here = socket.gethostname()
+    # As torchrun sets it, where another launcher does not: by it a host is shared.
+    os.environ.setdefault("LOCAL_WORLD_SIZE", str(made.all_objects(here).count(here)))
+    return made
 
 
 @contextmanager
@@ -125,6 +135,6 @@ def together(group: Group, engine: Engine, config: Config) -> tuple[Ranks, Summe
 
 def _tell_end(of: weakref.ref[Group]) -> None:
     """Tell the other ranks of an exception that has ended the program."""
-    ended = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    ended = last_exception()
     if ended is not None and (group := of()) is not None:
         group.fail(ended)

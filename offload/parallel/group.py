@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import reprlib
 import socket
 import threading
 import time
@@ -49,6 +48,9 @@ twice as long to say so."""
 TELL_S = 60.0
 """After so long the user is told whom a rank waits for."""
 
+LATE_S = 1800.0
+"""So much later than the others a rank may come to attach."""
+
 _numbers: dict[Any, int] = {}
 """How many models the ranks of a group have attached."""
 
@@ -74,36 +76,37 @@ class Group:
     def __init__(self, group: Any, device: Device, timeout_s: float, ranks: Sequence[int] = ()):
         """Of a process group that is there, or of these `ranks`, some of which are in it."""
         group = group or dist.group.WORLD
-        backends = str(dist.get_backend_config(group))
-        self._group = own_group(group, backends, timeout_s, tuple(ranks))
         self._device, self._timeout_s = device, timeout_s
-        self.rank, self.ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
+        self._talk = own_group(group, "gloo", timeout_s, tuple(ranks))
+        """For what lies in CPU memory: messages, sums, values. No stream of a device waits."""
+        self.rank, self.ranks = dist.get_rank(self._talk), dist.get_world_size(self._talk)
         self.order: Sequence[int] = range(self.ranks)
         """The ranks in the order in which a model is cut over them."""
         self.folds = self.ranks
         """How many parts of a gradient come to its owner in an exchange, to be added in order."""
-        gloo = f"{device.torch_device.type}:gloo" in backends
-        self._gather_parts = _gather_by_broadcast if gloo else _all_gather
-        self._talk = self._group
-        """For what lies in CPU memory: messages, sums, values. No stream of a device waits."""
-        if "cpu:" not in backends:
-            self._talk = own_group(group, "gloo", timeout_s, tuple(ranks))
+        self._backend = str(dist.get_backend_config(group))
+        """Of what lies on the device."""
+        if f"{device.torch_device.type}:gloo" in self._backend:
+            self._backend = "gloo"
+        self._gather_parts = _gather_by_broadcast if self._backend == "gloo" else _all_gather
         self.comm_stream = device.new_stream()
         """In this context collectives of slots begin. Their ops have waited for the slots, so no
         compute of the user has to end first."""
-        self._number = _numbers[self._group] = _numbers.get(self._group, 0) + 1
+        self._number = _numbers[self._talk] = _numbers.get(self._talk, 0) + 1
         """Of the model, among those of these ranks."""
         self.sent_bytes = 0
         """What this rank has sent of weights and gradients so far."""
         self.step = 0
         """The last that all ranks have taken."""
+        self._met = device.is_host
+        """Whether the devices have; before, what a backend raises is told as it is."""
         self._over: EngineError | None = None
         """What has ended all exchange with the others."""
         self._checksum, self._told = 0, False
         self._queued = Works()
         """The last that a stream of the device waits for."""
-        if not device.is_host:
-            self._meet(self._group)
+        if not ranks:
+            (self._group,) = self._groups(group)
 
     @property
     def position(self) -> int:
@@ -112,23 +115,25 @@ class Group:
 
     # -- attach ----------------------------------------------------------------------------------
 
-    def _meet(self, *groups: Any) -> None:
-        """Let the ranks' devices meet in each group: what is wrong with them shows at attach, and
-        communicators have taken their memory before it is asked what is free."""
-        places = self.all_objects((socket.gethostname(), self._device.identity()))
-        known = [one for one in places if one[1]]
-        if len({*known}) < len(known):
-            raise ValueError(
-                f"attach: asked for a device for each rank; found {places}, by rank: let the one "
-                "that is current before attach be that of the number in LOCAL_RANK"
-            )
-        for group in groups:
-            sizes = dist.get_world_size(group), 1
-            with self.comm_stream():
-                into, part = (self._device.empty((n,), torch.uint8).zero_() for n in sizes)
-                self.wait(self._gather(into, part, group))
+    def _groups(self, *given: Any) -> list[Any]:
+        """Groups of the engine's own, of these ranks each, for what lies on the device. What is
+        wrong with its driver shows here, and what communicators take, before it is asked what is
+        free."""
+        made = [own_group(one, self._backend, self._timeout_s) for one in given]
+        if self._device.is_host:
+            return made
+        if self._backend != "gloo":
+            require_different(self.all_objects((socket.gethostname(), self._device.identity())))
+        for group in made:
+            count = dist.get_world_size(group)
+            with self.comm_stream(), torch.no_grad():
+                part, whole, other = (self._device.zeros(size) for size in (1, count, count))
+                works = self._begun(self._gather_parts, whole, part, group)
+                for one in [*works, *self._begun(dist.all_to_all_single, other, whole, group)]:
+                    one.wait()
                 self._device.drain()
-        self.sent_bytes = 0
+        self._met = True
+        return made
 
     def least(self, machine: Machine) -> Machine:
         """What each rank has at least, so that all of them plan alike."""
@@ -162,17 +167,23 @@ class Group:
         """These are values of the model, the next in order."""
         self._checksum = crc32c(weights.contiguous().cpu(), self._checksum)
 
-    def require_alike(self, model: nn.Module, plan: Plan, config: Config) -> None:
-        """Refuse ranks with another model, config or version, before anything of it moves."""
+    def require_alike_config(self, config: Config) -> None:
+        """Refuse ranks with another config or version, as far as they have to be alike."""
+        names = ("states", "gradient_dtype", "max_grad_norm", "reduce", "micro_batches", "shard")
+        fields = {name: getattr(config, name) for name in names}
+        fields |= {"durable": config.durable is not None, "resume": config.resume}
+        told = [f"Config {name}={value!r}" for name, value in fields.items()]
+        self._compare(f"torch {torch.__version__}", *told)
+
+    def require_alike(self, model: nn.Module, plan: Plan) -> None:
+        """Refuse ranks with another model, before anything of it moves."""
         for one in chain(model.parameters(), model.buffers()):
             if not one.is_meta:
                 self.add_to_checksum(local_part(one.detach()))
-        names = ("states", "gradient_dtype", "max_grad_norm", "reduce", "micro_batches")
-        fields = [f"Config {name}={getattr(config, name)!r}" for name in names]
         profile = plan.profile
         cut = replace(profile.sharding, position=0)
         values = f"parameters and buffers whose checksum is {self._checksum}"
-        self._compare(f"torch {torch.__version__}", *fields, cut, *profile.full, values)
+        self._compare(cut, *profile.full, values)
 
     def require_alike_values(self) -> None:
         """Refuse ranks that have given another value to what was on the meta device."""
@@ -183,11 +194,13 @@ class Group:
         for rank, one in enumerate(said):
             for first, other in zip(said[0], one):
                 if first != other:
+                    texts = str(first), str(other)
+                    at = max(0, next((n for n, (a, b) in enumerate(zip(*texts)) if a != b), 0) - 50)
+                    here, there = (f"{'...' * bool(at)}{text[at : at + 100]}" for text in texts)
                     raise ValueError(
-                        f"the ranks attach different models: rank 0 has {reprlib.repr(first)}, and "
-                        f"rank {rank} has {reprlib.repr(other)}. Build the model alike on all "
-                        "ranks: torch.manual_seed() before it, or load the same checkpoint; and "
-                        "give all of them the same Config"
+                        f"the ranks attach different models: rank 0 has {here}, and rank {rank} "
+                        f"has {there}. Build the model alike on all ranks: torch.manual_seed() "
+                        "before it, or load the same checkpoint; and give all the same Config"
                     )
 
     # -- collectives ---------------------------------------------------------------------------
@@ -224,12 +237,15 @@ class Group:
         rows = into.to(part.device).chunk(self.ranks)
         return [row.view(part.dtype).view(part.shape) for row in rows]
 
+    @torch.no_grad()
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """Give all ranks the values that one of them has."""
-        on = self._talk if tensor.is_cpu else self._group
-        with self._failing(), torch.no_grad():
-            work = dist.broadcast(tensor, group=on, group_src=source, async_op=True)
-        self.wait([work], on_host=tensor.is_cpu)
+        values = tensor.cpu()
+        with self._failing():
+            work = dist.broadcast(values, group=self._talk, group_src=source, async_op=True)
+        self.wait([work], on_host=True)
+        if not tensor.is_cpu:
+            tensor.copy_(values)
 
     def all_messages(self, mine: Message) -> list[Message]:
         """What each rank says, where this one says `mine`."""
@@ -292,13 +308,13 @@ class Group:
     def count_commit(self) -> None:
         """This rank has made one more; from any thread."""
         with suppress(RuntimeError):  # The process group is gone, and nobody waits.
-            group_store(self._group).add(f"offload {self._number} commits", 1)
+            group_store(self._talk).add(f"offload {self._number} commits", 1)
 
     def wait_for_commits(self, times: int) -> None:
         """Block until the ranks together have made so many."""
         since, key = time.monotonic(), f"offload {self._number} commits"
         with interruptible(), self._failing():
-            while group_store(self._group).add(key, 0) < times:
+            while group_store(self._talk).add(key, 0) < times:
                 self._look(time.monotonic() - since)
                 time.sleep(LOOK_AGAIN_S / 50)
 
@@ -313,6 +329,8 @@ class Group:
         try:
             yield
         except RuntimeError as error:
+            if not self._met:
+                raise
             found = error if isinstance(error, EngineError) else self._blame(error)
             self._over = self._over or found
             if found is error:
@@ -368,11 +386,11 @@ class Group:
             self._raise_failed()
         except EngineError as found:
             return found
-        missing = self._missing() or "another rank"
+        missing, first = self._missing() or "another rank", str(error).partition("\n")[0]
         return EngineError(
             f"{missing} {'are' if ',' in missing else 'is'} gone after step {self.step}, or gave "
             f"no sign in {2 * PATIENCE_S:.0f} s of computing, as a collective of the offload "
-            f"engine on {socket.gethostname()} failed ({reprlib.repr(str(error))}): likely its "
+            f"engine on {socket.gethostname()} failed ({first}): likely its "
             "process was killed, has raised or has ended, as where its data ended sooner: see its "
             "own output; go on from the last commit or checkpoint"
         )
@@ -394,16 +412,25 @@ class Group:
     def _write(self, key: str, what: str) -> None:
         me = {"rank": self.rank, "host": socket.gethostname(), "pid": os.getpid()}
         with suppress(RuntimeError):  # The store is gone with its host.
-            now = {"step": self.step, "models": _numbers[self._group]}
+            now = {"step": self.step, "models": _numbers[self._talk]}
             told = json.dumps({**me, **now, "what": what})
-            group_store(self._group).set(f"offload {key}", told)
+            group_store(self._talk).set(f"offload {key}", told)
 
     def _read(self, key: str) -> Any:
         with suppress(RuntimeError):
-            store = group_store(self._group)
+            store = group_store(self._talk)
             if store.check([f"offload {key}"]):
                 return json.loads(store.get(f"offload {key}"))
         return None
+
+
+def require_different(places: Sequence[tuple[str, str]]) -> None:
+    """Refuse ranks that have one device together, by their hosts and what tells devices apart."""
+    if len({*places}) < len(places):
+        raise ValueError(
+            f"attach: asked for a device for each rank; found {places}, by rank: let the one that "
+            "is current before attach be that of the number in LOCAL_RANK"
+        )
 
 
 def _gather_by_broadcast(
@@ -421,9 +448,11 @@ def _gather_by_broadcast(
 def own_group(group: Any, backend: str, timeout_s: float, ranks: tuple[int, ...] = ()) -> Any:
     """The same ranks, or these, as a group of the engine's own: else a collective of the user's on
     one rank could take, or give, the bytes of one of the engine's on another. Torch's own timeout,
-    which ends the process where a device hangs, comes after ours."""
+    which ends the process where a device hangs, comes after ours; over gloo it is for ranks that
+    come late to attach."""
     every = list(ranks) or dist.get_process_group_ranks(group)
     # Some ranks alone name a group by how many they know, which others may not.
     some = len(every) < dist.get_world_size()
-    until = timedelta(seconds=timeout_s + TELL_S)
+    least = LATE_S if backend == "gloo" else 0.0
+    until = timedelta(seconds=max(timeout_s + TELL_S, least))
     return dist.new_group(every, until, backend, use_local_synchronization=some)

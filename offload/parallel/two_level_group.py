@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from cpu_adam import accumulate
-from offload.parallel.group import Group, Works, own_group
+from offload.parallel.group import Group, Works
 from offload.runtime.device import Device
 
 
@@ -43,13 +43,10 @@ class TwoLevelGroup(Group):
         column, row = mesh.get_group(0), mesh.get_group(1)
         super().__init__(row, device, timeout_s, mesh.mesh.flatten().tolist())
         by_position = mesh.mesh.T.flatten().tolist()
-        self.order = [dist.get_group_rank(self._group, one) for one in by_position]
+        self.order = [dist.get_group_rank(self._talk, one) for one in by_position]
         self.folds, self._shards = mesh.shape
         self._shard = dist.get_rank(row)
-        backends = str(dist.get_backend_config(row))
-        self._column, self._row = (own_group(one, backends, timeout_s) for one in (column, row))
-        if not device.is_host:
-            self._meet(self._column, self._row)
+        self._column, self._row = self._groups(column, row)
 
     def gather(
         self,

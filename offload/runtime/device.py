@@ -205,8 +205,9 @@ class Accelerator(Device):
             ) from error
 
     def trim(self) -> None:
-        """See `Device.trim`."""
-        torch.cuda.empty_cache()
+        """See `Device.trim` and [Note: Current device]."""
+        with torch.cuda.device(self.torch_device):
+            torch.cuda.empty_cache()
 
     def identity(self) -> str:
         """See `Device.identity`."""

@@ -176,6 +176,8 @@ class Runner:
         since, waits = time.perf_counter(), op.verb is Verb.SQUARE and not self.device.is_host
         stream = self.device.handle(self.device.stream()) if self._by_handle else 0
         with self.waited(Lane.COMPUTE) if waits else nullcontext():
+            if waits:
+                self.device.drain()  # Which sleeps; the copy of the sums spins.
             self._lanes.perform(work, settings, stream)
         self.stats.count(op, since)
 
