@@ -212,7 +212,8 @@ def _chosen(asked: str | None) -> Kernel:
     here = compiler()
     likely, remedy = "no C++ compiler when it was installed", _REINSTALL
     if cause == _TOO_OLD:
-        likely, remedy = "an x86 processor of 2011 or before", "a newer one"
+        likely = "an x86 processor of 2011 or before, or a virtual machine that plays one"
+        remedy = "a newer one; for a virtual machine the host's own (-cpu host)"
     elif here is None:
         remedy = f"install g++, then run make in a checkout, or {_REINSTALL}"
     else:

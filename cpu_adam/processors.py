@@ -57,11 +57,10 @@ def _affinity() -> tuple[int, ...]:
     return tuple(range(os.cpu_count() or 1))
 
 
-def _core(root: Path, processor: int) -> tuple[str | None, ...]:
+def _core(root: Path, processor: int) -> str:
     """What tells the core of a processor from others: two hardware threads of one share it."""
     topology = root / f"sys/devices/system/cpu/cpu{processor}/topology"
-    package, die, core = (_read(topology / f"{x}_id") for x in ("physical_package", "die", "core"))
-    return (str(processor),) if package is None or core is None else (package, die, core)
+    return _read(topology / "thread_siblings_list") or str(processor)
 
 
 def processor_quota(root: Path) -> float | None:

@@ -251,10 +251,7 @@ def test_threads_are_one_per_core_within_the_quota(
     monkeypatch.setattr(processors, "_affinity", lambda: tuple(range(2, 16)))
     cpu = "sys/devices/system/cpu"
     for k in range(16):  # 8 cores on 2 packages; k and k + 8 share a core
-        topology = f"{cpu}/cpu{k}/topology"
-        package = str(k % 8 // 4)
-        files = {f"{topology}/core_id": str(k % 4), f"{topology}/physical_package_id": package}
-        lay(tmp_path, files)
+        lay(tmp_path, {f"{cpu}/cpu{k}/topology/thread_siblings_list": f"{k % 8},{k % 8 + 8}\n"})
     assert processors.default_threads(tmp_path) == 8
     assert processors.default_threads(tmp_path, launching=True) == 6
     lay(tmp_path, {"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/cpu.max": "250000 100000"})

@@ -18,7 +18,7 @@ import importlib.util, sys
 spec = importlib.util.spec_from_file_location("_kernels", sys.argv[1])
 kernels = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(kernels)
-kernels.configure([(0, [])])
+kernels.configure(1)
 print(*kernels.kernel_names())
 """
 

@@ -119,11 +119,11 @@ def bad_input() -> Iterator[None]:
         path, told = error.filename, error.strerror
         if told is None or path is None:
             raise BadInput(str(error)) from error
+        there = str(path).strip("./") and re.search(rf"(?<!\w){re.escape(str(path))}(?!\w)", told)
         if told == os.strerror(errno.ENOENT):
             told += ": likely misspelt, or of another directory"
         elif told == os.strerror(errno.ENOTDIR):
             told += ": try the folder that has it"
-        there = str(path).strip("./") and str(path) in told
         raise BadInput(told if there else f"{path}: {told}") from error
     except ValueError as error:
         raise BadInput(str(error)) from error

@@ -108,6 +108,11 @@ def _in_one_line(told: str, kind: type, command: str) -> str:
         choices = [one for one in re.findall(r"'([^']*)'", wrong[3]) if one != "None"]
         close = nearest(wrong[1], choices)
         return f"{wrong[2]} {wrong[1]}: it cannot be that{close}; it takes {', '.join(choices)}"
+    if line.startswith("Missing"):
+        what = " and ".join(re.findall(r"(?:: |\) |')(--[\w-]+|[A-Z]+)(?=[ '])", line))
+        return (
+            f"{command} needs {'a value of ' * ('value' in line[:13])}{what}; see {command} --help"
+        )
     numbers = r"(\S+): (?:invalid literal for int|could not convert string to float).*?: '(.*)'"
     if wrong := re.match(numbers, line):
         return f"{wrong[1]} {wrong[2]}: expected a {'whole ' * ('int' in line)}number"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -103,8 +104,9 @@ class Train:
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "seq_len", "eval_windows"):
             check_field(self, name, getattr(self, name) >= 1, "1 or more")
-        for name in ("warmup", "sample"):
-            check_field(self, name, getattr(self, name) >= 0, "0 or more")
+        for name in ("warmup", "sample", "lr", "weight_decay"):
+            value = getattr(self, name)
+            check_field(self, name, value is None or 0 <= value < math.inf, "0 or more")
         check_field(self, "seed", 0 <= self.seed <= SEED_MAX, "0 or more, at most 2**64 - 1")
         check_field(self, "data", self.data != "", "the path of a file or folder")
 

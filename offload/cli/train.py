@@ -136,6 +136,7 @@ def _train(
     optimizer.engine.user_state = lambda: {}  # All of it follows from the number of the step.
     scheduler = LambdaLR(optimizer, lambda step: rate(settings, step), last_epoch=done - 1)
     tokens = settings.batch * settings.seq_len * settings.micro_batches
+    again = "; the same command goes on from there" if settings.placing.durable else ""
     started = time.perf_counter()
     for step in range(done + 1, settings.steps + 1):
         record: dict[str, Any] = {"kind": "step", "step": step}
@@ -147,7 +148,7 @@ def _train(
             if settings.placing.max_grad_norm is not None:
                 record["grad_norm"] = optimizer.grad_norm()
             scheduler.step()
-            signals.where = f"after step {step} of {settings.steps}"
+            signals.where = f"after step {step} of {settings.steps}{again}"
             _check_finite(loss, f"the loss is {loss} at step {step}", settings)
             now = time.perf_counter()
             record |= {"step_s": now - started, "tokens_per_s": tokens / (now - started)}
