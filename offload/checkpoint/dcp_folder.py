@@ -53,6 +53,7 @@ from offload.checkpoint.shards import (
     name_of,
     write_file,
 )
+from offload.parallel.flat_shard import boxes
 
 OBJECT_BYTES_MAX = 16 << 20
 CHUNKS_MAX = 1 << 10
@@ -105,17 +106,6 @@ class _Place(NamedTuple):
     length: int
     offsets: Shape = ()
     sizes: Shape = ()
-
-
-def box_at(shape: Shape, start: int, most: int) -> tuple[Shape, Shape]:
-    """Offsets and sizes of the largest box of at most so many elements which in order are those of
-    a tensor from `start` on."""
-    shape = (1, *shape)
-    rows = [max(prod(shape[axis:]), 1) for axis in range(1, len(shape) + 1)]
-    offsets = [start // row % max(size, 1) for row, size in zip(rows, shape)]
-    axis = next(at for at, row in enumerate(rows) if row <= most and start % row == 0)
-    size = min(most // rows[axis], shape[axis] - offsets[axis])
-    return tuple(offsets[1:]), (*[1] * axis, size, *shape[axis + 1 :])[1:]
 
 
 # -- read ------------------------------------------------------------------------------------------
@@ -195,14 +185,11 @@ class Folder:
 
     def values(self, name: str, start: int, count: int) -> torch.Tensor:
         """So many elements of a tensor from one on, 1-D."""
-        one, done = self.tensors[name], 0
+        one = self.tensors[name]
         found = torch.zeros(count, dtype=getattr(torch, one.dtype))
         items = bytes_of(found).view(f"i{found.itemsize}")
-        while done < count:
-            offsets, sizes = box_at(one.shape, start + done, count - done)
-            block = items[done : done + prod(sizes)].reshape(sizes)
-            self._fill(block, offsets, one)
-            done += block.size
+        for first, offsets, sizes in boxes(one.shape, start, start + count):
+            self._fill(items[first - start :][: prod(sizes)].reshape(sizes), offsets, one)
         return found
 
     def _fill(self, block: Any, offsets: Shape, one: Tensor) -> None:
@@ -471,16 +458,15 @@ def write_folder(
                 known[flat], places[MetadataIndex(flat)] = BytesStorageMetadata(), place
         for path, (prefix, one) in tensors.items():
             paths[flat := _flat(path)] = path
-            dtype, chunks, at = getattr(torch, one.dtype), list[ChunkStorageMetadata](), 0
-            while not chunks or at < prod(one.shape):  # One of no elements has a chunk, too.
-                offsets, sizes = box_at(one.shape, at, PART_ELEMENTS)
+            dtype, chunks = getattr(torch, one.dtype), list[ChunkStorageMetadata]()
+            cut = [b for at, n in one.parts(PART_ELEMENTS) for b in boxes(one.shape, at, at + n)]
+            for first, offsets, sizes in cut or [(0, (0,) * len(one.shape), one.shape)]:
                 part = torch.empty(sizes, dtype=dtype)
                 if part.numel():  # Copied, as torch writes all of what a view is of.
-                    part.view(-1).copy_(values(prefix, one.name, at, part.numel()))
+                    part.view(-1).copy_(values(prefix, one.name, first, part.numel()))
                 chunks.append(ChunkStorageMetadata(torch.Size(offsets), part.shape))
                 places[MetadataIndex(flat, offsets)] = put(part)
                 moved(part.nbytes)
-                at += part.numel()
             kind = TensorProperties(dtype=dtype)
             known[flat] = TensorStorageMetadata(kind, torch.Size(one.shape), chunks)
         file.flush()

@@ -181,15 +181,12 @@ class Accelerator(Device):
         self.driver = self
 
     def name(self) -> str:
-        """See `Device.name`."""
         return torch.cuda.get_device_name(self.torch_device)
 
     def free_bytes(self) -> int | None:
-        """See `Device.free_bytes`."""
         return int(torch.cuda.mem_get_info(self.torch_device)[0])
 
     def idle_bytes(self) -> int:
-        """See `Device.idle_bytes`."""
         highest = torch.cuda.max_memory_allocated(self.torch_device)
         kept = torch.cuda.memory_reserved(self.torch_device) - highest
         return max(0, (self.free_bytes() or 0) + kept)
@@ -210,19 +207,15 @@ class Accelerator(Device):
             torch.cuda.empty_cache()
 
     def identity(self) -> str:
-        """See `Device.identity`."""
         return str(torch.cuda.get_device_properties(self.torch_device).uuid)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """See `Device.holds`."""
         return tensor.is_cuda
 
     def stream(self) -> Any:
-        """See `Device.stream`."""
         return torch.cuda.current_stream(self.torch_device)
 
     def new_stream(self) -> Callable[[], contextlib.AbstractContextManager[object]]:
-        """See `Device.new_stream`."""
         make: Any = torch.cuda.Stream
         return functools.partial(torch.cuda.stream, make(self.torch_device))
 
@@ -234,11 +227,9 @@ class Accelerator(Device):
         return event
 
     def handle(self, stream: Any) -> int:
-        """See `Device.handle`."""
         return int(stream.cuda_stream)
 
     def open(self, native: Any) -> Any:
-        """See `Device.open`."""
         if getattr(torch.version, "hip", None):
             raise RuntimeError("native lanes have no driver for ROCm")
         library = os.environ.get(LIBRARY_VARIABLE, "libcuda.so.1")
@@ -268,7 +259,6 @@ class Accelerator(Device):
                 self._clear_error()
 
     def drain(self) -> None:
-        """See `Device.drain`."""
         self.fence(self.stream()).synchronize()
 
     def drain_all(self) -> None:
@@ -277,7 +267,6 @@ class Accelerator(Device):
             torch.cuda.synchronize(self.torch_device)
 
     def refuse_capture(self) -> None:
-        """See `Device.refuse_capture`."""
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "an offloaded model ran while a CUDA graph is captured (torch.cuda.graph, "
