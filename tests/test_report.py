@@ -400,7 +400,10 @@ def test_on_an_accelerator_the_report_says_what_its_times_are(capsys):
     found = breakdown(made)
     assert found.parts == {"model": 7.0, "disk": 1.5, "cpu": 0.25, "engine": 1.25}
     told = " ".join(verdict(made, found))
-    assert "What is not the engine's bounds the step, as it would without offloading: 70%" in told
+    assert (
+        "Your own code (model, data, loss) bounds the step, as it would without offloading: 70%"
+        in told
+    )
     assert "Times are those of the host's thread: cuda:0 computes beside it" in told
     assert "forward, backward, data, loss" in report._text(made, found, Path("run.json"))
     assert "Times are those" not in " ".join(verdict(MADE, breakdown(MADE)))

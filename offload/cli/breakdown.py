@@ -136,7 +136,7 @@ def verdict(run: Run, found: Breakdown) -> list[str]:
     spent = {"part": found.parts.get(name, 0.0), "waits": found.waited_s}
     spent |= {"engine": found.parts.get(ENGINE, 0.0), "busy": found.busy.get(name, 0.0)}
     shares = {key: f"{value / found.step_s:.0%}" for key, value in spent.items()}
-    own = "The model's own compute" if run.sees_model else "What is not the engine's"
+    own = "The model's own compute" if run.sees_model else "Your own code (model, data, loss)"
     text = _BOUNDS.get(name, _LANE_BOUNDS)
     told = [text.format(name=name, own=own, device=run.device, **shares)]
     if gains.get(name, 0.0) >= GAIN_LEAST:

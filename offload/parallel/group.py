@@ -86,9 +86,10 @@ class Group:
         """How many parts of a gradient come to its owner in an exchange, to be added in order."""
         self._backend = str(dist.get_backend_config(group))
         """Of what lies on the device."""
-        if f"{device.torch_device.type}:gloo" in self._backend:
+        if device.is_host or f"{device.torch_device.type}:gloo" in self._backend:
             self._backend = "gloo"
         self._gather_parts = _gather_by_broadcast if self._backend == "gloo" else _all_gather
+        self._group = own_group(group, self._backend, timeout_s, tuple(ranks))
         self.comm_stream = device.new_stream()
         """In this context collectives of slots begin. Their ops have waited for the slots, so no
         compute of the user has to end first."""
@@ -106,7 +107,7 @@ class Group:
         self._queued = Works()
         """The last that a stream of the device waits for."""
         if not ranks:
-            (self._group,) = self._groups(group)
+            self._meet(self._group)
 
     @property
     def position(self) -> int:
@@ -115,16 +116,14 @@ class Group:
 
     # -- attach ----------------------------------------------------------------------------------
 
-    def _groups(self, *given: Any) -> list[Any]:
-        """Groups of the engine's own, of these ranks each, for what lies on the device. What is
-        wrong with its driver shows here, and what communicators take, before it is asked what is
-        free."""
-        made = [own_group(one, self._backend, self._timeout_s) for one in given]
+    def _meet(self, *groups: Any) -> None:
+        """Let the ranks' devices meet in each group: what is wrong with them shows at attach, and
+        communicators have taken their memory before it is asked what is free."""
         if self._device.is_host:
-            return made
+            return
         if self._backend != "gloo":
             require_different(self.all_objects((socket.gethostname(), self._device.identity())))
-        for group in made:
+        for group in groups:
             count = dist.get_world_size(group)
             with self.comm_stream(), torch.no_grad():
                 part, whole, other = (self._device.zeros(size) for size in (1, count, count))
@@ -133,7 +132,6 @@ class Group:
                     one.wait()
                 self._device.drain()
         self._met = True
-        return made
 
     def least(self, machine: Machine) -> Machine:
         """What each rank has at least, so that all of them plan alike."""
@@ -237,15 +235,12 @@ class Group:
         rows = into.to(part.device).chunk(self.ranks)
         return [row.view(part.dtype).view(part.shape) for row in rows]
 
-    @torch.no_grad()
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """Give all ranks the values that one of them has."""
-        values = tensor.cpu()
-        with self._failing():
-            work = dist.broadcast(values, group=self._talk, group_src=source, async_op=True)
-        self.wait([work], on_host=True)
-        if not tensor.is_cpu:
-            tensor.copy_(values)
+        on = self._talk if tensor.is_cpu else self._group
+        with self._failing(), torch.no_grad():
+            work = dist.broadcast(tensor, group=on, group_src=source, async_op=True)
+        self.wait([work], on_host=tensor.is_cpu)
 
     def all_messages(self, mine: Message) -> list[Message]:
         """What each rank says, where this one says `mine`."""

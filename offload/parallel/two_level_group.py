@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from cpu_adam import accumulate
-from offload.parallel.group import Group, Works
+from offload.parallel.group import Group, Works, own_group
 from offload.runtime.device import Device
 
 
@@ -46,7 +46,10 @@ class TwoLevelGroup(Group):
         self.order = [dist.get_group_rank(self._talk, one) for one in by_position]
         self.folds, self._shards = mesh.shape
         self._shard = dist.get_rank(row)
-        self._column, self._row = self._groups(column, row)
+        self._column, self._row = (
+            own_group(one, self._backend, timeout_s) for one in (column, row)
+        )
+        self._meet(self._column, self._row)
 
     def gather(
         self,
