@@ -368,7 +368,7 @@ def made_in(directory: str) -> list[Made]:
     """The commits in the directory of a rank whose files are there."""
     found = []
     for name in (COMMIT, PREVIOUS):
-        with contextlib.suppress(OSError, ValueError):  # Of its last one who owns it has told.
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # Its owner told.
             found.append(Made(**read_commit(directory, name)[0]["run"]["part"]))
     return found
 
