@@ -230,8 +230,8 @@ class Model(nn.Module):
             self.head.weight = self.embed.weight
             nn.init.normal_(self.embed.weight, std=0.1)
         if kind == "frozen":
-            for block in self.blocks[:2]:
-                block.requires_grad_(False)
+            for part in (*self.blocks[:2], self.blocks[2].up):
+                part.requires_grad_(False)
         if kind == "adapter":
             self.requires_grad_(False)
             self.extra = nn.Linear(width, width)

@@ -33,6 +33,7 @@ from tests.ranks import (
     digest,
     joined,
     same,
+    way_of,
     world_of,
 )
 from tests.ranks_durable import Life
@@ -357,6 +358,11 @@ def test_the_example_runs_and_its_save_is_whole(
 def test_a_refused_attach_leaves_the_model_as_it_was(two: World) -> None:
     for text in two.run("tests.ranks_refused.kept", How()):
         assert text.startswith("the ranks attach different models")
+
+
+def test_units_of_which_parts_are_frozen_on_a_drive(two: World, tmp_path: Path) -> None:
+    how = replace(way_of(("nvme", "nvme", "nvme"), 3, tmp_path), kind="frozen")
+    assert_as_one(two.run("train", how), how)
 
 
 def test_ranks_on_a_host_share_it_whoever_launches_them(two: World) -> None:

@@ -38,8 +38,10 @@ def looks(rank: int, ranks: int, how: How) -> set[str]:
         said.add(str(error.value))
     optimizer.step()
     optimizer.zero_grad(set_to_none=False)
-    how.loss(model, rank).backward()
-    optimizer.step()
+    for kind in (how.kind, "unused"):  # Which leaves a block out, whose gradient is zeros.
+        replace(how, kind=kind).loss(model, rank).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
     offload.engine_of(model).close()
     return said
 

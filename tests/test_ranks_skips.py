@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -14,6 +15,10 @@ from tests.ranks_jobs import _attached
 from tests.training import some_fast
 
 two = world_of(2)
+
+LEAVES_OUT = "-oo-oo-o"
+"""What each micro-batch uses, in turn by rank: all, or but one of the blocks. The last but one
+finds what an order that all ranks had followed left in the slots."""
 
 PLACES = ("data", "forward", "between", "loss", "backward")
 """Where rank 1 fails, in every second step."""
@@ -67,6 +72,32 @@ def _raise(fails: bool) -> None:
 def test_a_step_in_which_one_rank_has_failed_is_skipped(two: World, kind: str, shard: int) -> None:
     how = How(kind, micro=1, config={"shard": shard, "comm_timeout": 20.0})
     assert two.run(f"{__name__}.skips", how, True) == two.run(f"{__name__}.skips", how, False)
+
+
+def leaves_out(rank: int, ranks: int, how: How, patterns: list[str]) -> list[torch.Tensor]:
+    """The weights after a step for each pattern."""
+    model, optimizer = _attached(how)
+    for number, pattern in enumerate(patterns):
+        for at in range(rank, len(pattern), ranks):
+            x = torch.randn(4, 47, generator=torch.Generator().manual_seed(100 * number + at))
+            for block, used in zip(model.blocks[:3], (True, pattern[at] == "-", True)):
+                x = block(x.to(how.dtype)) if used else x
+            (model.head(x.to(how.dtype)).float().square().mean() / len(pattern)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with offload.gathered(model):
+        found = [one.detach().clone() for one in model.parameters()]
+    offload.engine_of(model).close()
+    return found
+
+
+@pytest.mark.parametrize("gradients", some_fast(["device", "cpu"]))
+def test_blocks_that_some_micro_batches_leave_out(two: World, gradients: str) -> None:
+    chance = random.Random(0)
+    patterns = [LEAVES_OUT, *("".join(chance.choices("-o", k=8)) for _ in range(5))]
+    how = How("plain", torch.float32, config={"gradients": gradients, "shard": 3, "reduce": "sum"})
+    for found in two.run(f"{__name__}.leaves_out", how, patterns):
+        assert all(map(torch.equal, found, leaves_out(0, 1, how, patterns)))
 
 
 def test_one_process_has_no_part_to_take() -> None:

@@ -248,3 +248,12 @@ def test_gradients_of_another_dtype_in_the_same_memory(tmp_path: Path) -> None:
         found.append(model.weight.detach().clone())
         offload.detach(model)
     assert torch.equal(*found)
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="of torch 2.13")
+def test_gradients_of_another_dtype_are_refused_where_they_are_taken_over(tmp_path: Path) -> None:
+    with attached(("cpu", "cpu", "cpu"), tmp_path, build=lambda: small().bfloat16()) as run:
+        for parameter in run.model.parameters():
+            parameter.grad_dtype = torch.float32
+        with pytest.raises(ValueError, match=r"is torch\.float32, and bfloat16 is kept: likely"):
+            plain(run, 0)

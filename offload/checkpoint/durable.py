@@ -49,7 +49,7 @@ from offload.model.running import in_backward
 from offload.optim.optimizer import Optimizer
 from offload.planning.profile import Kind
 from offload.program.ops import Lane, Value
-from offload.runtime.entry import interruptible, last_exception
+from offload.runtime.entry import ended_by, interruptible
 from offload.runtime.memory import host_tensor
 from offload.runtime.runner import LOOK_AGAIN_S
 from offload.runtime.torch_internals import no_trap, version
@@ -109,8 +109,6 @@ class Commits:
             if (module := ref()) is not None
         ]
         """Of modules that no hook of the engine announces."""
-        self._before = last_exception()
-        """What was raised before the last step began."""
         atexit.register(_call, weakref.WeakMethod(self._at_exit))
         self._thread: threading.Thread | None = None
         self._ended, self._seconds = time.monotonic(), 0.0
@@ -121,10 +119,17 @@ class Commits:
     def _at_exit(self) -> None:
         """Commit the last step, where the program has come to its end and nobody closed the engine.
 
-        After an exception nothing is: it may have come in the middle of what belongs to the step,
-        unless the step began after it, as where a user types one line after the other.
+        After an exception nothing is: it may have come in the middle of what belongs to the step.
         """
-        if last_exception() is self._before and self._engine.commits is self:
+        if self._engine.commits is not self:
+            return
+        if (ended := ended_by()) is not None:
+            if self._engine.steps != self._closed:
+                told = (
+                    f"the last step is not committed, as {type(ended).__name__} ended the program"
+                )
+                print(f"offload: {told}", file=sys.stderr)
+        else:
             self._alone = False  # No thread can be started now.
             try:
                 self._engine.commit(alone=True)
@@ -266,7 +271,6 @@ class Commits:
 
     def updated(self, units: Any) -> None:
         """Updates of these units begin, once what was begun is committed."""
-        self._before = last_exception()
         self.wait()
         self._changed.update((kind, unit) for unit in units for kind in ("weight", "state"))
 

@@ -79,6 +79,12 @@ class Gradients:
         """Take over a gradient; where it is `passing` with its unit, if it completes that."""
         if gradient.layout is not torch.strided:
             refuse_sparse(f"the gradient of {self._parameter(unit, parameter).name}")
+        kept = self._plan.profile.units[unit].gradient_dtype(parameter)
+        if kept != "float32" and gradient.dtype is not getattr(torch, kept):
+            raise ValueError(
+                f"the gradient of {self._parameter(unit, parameter).name} is {gradient.dtype}, and "
+                f"{kept} is kept: likely p.grad_dtype was set; give Config(gradient_dtype='fp32')"
+            )
         one = self.units[unit]
         if parameter in one.arrived and self._slots[unit] is not None:
             self.send(unit)

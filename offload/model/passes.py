@@ -84,7 +84,8 @@ class Passes:
         self.verb: Verb | None = None
         """Direction of the open pass; None where none is."""
         self._queue: deque[Entry] = deque()
-        self._used: list[int] = []
+        self.used: list[int] = []
+        """Units that the open pass has used so far."""
         self.position = 0
         """Position in the order of the open pass after the last unit used."""
         self.collectives: Any = None
@@ -106,8 +107,8 @@ class Passes:
         self.pause()
         if self.verb is not None and self.collectives is not None:
             self.collectives.closed()
-        verb, used = self.verb, tuple(self._used)
-        self.verb, self._used, self.position = None, [], 0
+        verb, used = self.verb, tuple(self.used)
+        self.verb, self.used, self.position = None, [], 0
         if verb is None or not used or not finished:
             return
         self._steady[verb] = self.orders[verb] == used
@@ -122,7 +123,7 @@ class Passes:
 
     def take(self, unit: int) -> Entry:
         """The turn of `unit`, used now by the user's modules."""
-        self._used.append(unit)
+        self.used.append(unit)
         next_in_order = self._queue and self._queue[0].unit == unit
         if not next_in_order and self._at_hand(unit):
             return self._entry(unit, self.position)

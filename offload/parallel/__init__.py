@@ -28,7 +28,7 @@ from offload.parallel.group import Group
 from offload.parallel.ranks import Ranks
 from offload.parallel.two_level_group import TwoLevelGroup, levels_of
 from offload.runtime.device import Device
-from offload.runtime.entry import last_exception
+from offload.runtime.entry import ended_by
 from offload.runtime.torch_internals import local_part
 
 
@@ -135,6 +135,6 @@ def together(group: Group, engine: Engine, config: Config) -> tuple[Ranks, Summe
 
 def _tell_end(of: weakref.ref[Group]) -> None:
     """Tell the other ranks of an exception that has ended the program."""
-    ended = last_exception()
+    ended = ended_by()
     if ended is not None and (group := of()) is not None:
         group.fail(ended)

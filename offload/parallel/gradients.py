@@ -190,9 +190,10 @@ class SummedGradients(Gradients):
     # -- what came where -------------------------------------------------------------------------
 
     def came(self) -> int:
-        """The parameters that have a gradient, a bit each."""
-        bits = enumerate(self._trainable)
-        return sum(1 << bit for bit, (unit, index) in bits if index in self.units[unit].kept)
+        """The parameters that have a gradient, or a sum to be sent later, a bit each."""
+        later, bits = self._late and not self.collectives.sends, enumerate(self._trainable)
+        there = self._own if later else [unit.kept for unit in self.units]
+        return sum(1 << bit for bit, (unit, index) in bits if index in there[unit])
 
     def also_came(self, members: int) -> None:
         """These have a gradient on some rank, as a backward ends."""

@@ -53,8 +53,11 @@ def uncompiled(function: Callable[Parameters, Result]) -> Callable[Parameters, R
     return skipped
 
 
-def last_exception() -> BaseException | None:
-    """The last exception that nobody caught, None where there was none."""
+def ended_by() -> BaseException | None:
+    """The exception that has ended the program; None where there was none, or somebody types it,
+    whom no exception ends."""
+    if hasattr(sys, "ps1") or sys.flags.interactive:
+        return None
     found: BaseException | None = getattr(sys, "last_exc", getattr(sys, "last_value", None))
     return found
 

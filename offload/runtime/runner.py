@@ -25,7 +25,7 @@ import torch
 
 from cpu_adam.choice import leave_launching_cores, ptx
 from offload.planning.layout import Plan
-from offload.planning.profile import Kind
+from offload.planning.profile import BLOCK_BYTES, Kind
 from offload.program.ops import ALL_CHUNKS, Lane, Op, Use, Value, Verb, cells
 from offload.program.verify import check_op
 from offload.runtime import entry
@@ -349,7 +349,7 @@ class Runner:
                 self.drain()
             return
         assert self.store is not None
-        if self.device.holds(content):
+        if self.device.holds(content) or content.data_ptr() % BLOCK_BYTES:
             away, content = content, host_tensor(content.numel())
             self.copy_now(content, away)
         unit = self.plan.profile.units[value.unit].name
