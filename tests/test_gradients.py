@@ -204,16 +204,3 @@ def test_gradients_are_those_of_torch(
     for found, alone in zip(gradients_of(uses, recompute, config, penalty), expected, strict=True):
         assert (found is None) == (alone is None)
         assert found is None or torch.equal(found, alone)
-
-
-@pytest.mark.parametrize("home", ["cpu", "nvme"])
-def test_one_of_another_dtype_is_rounded_to_what_is_kept(home: str, tmp_path: Path) -> None:
-    found = []
-    for dtype in (torch.float32, torch.bfloat16):
-        with attached(("cpu", home, "cpu"), tmp_path) as run:
-            for parameter in run.model.parameters():
-                parameter.grad_dtype = dtype  # type: ignore[attr-defined]
-            for _ in range(2):
-                run.loss().backward()
-            found.append([one.grad.clone() for one in run.model.parameters()])
-    assert all(torch.equal(one, other) for one, other in zip(*found))

@@ -65,8 +65,9 @@ class Collectives:
         """Units of which weights here have, since a pass began."""
         self._busy: set[Place | None] = set()
         """Where the weights were that were in use at the last exchange."""
-        self._forwards = set[int]()
-        """Units used in forwards since the last backward, which has their gradients."""
+        self._trains, self._forwards = False, 0
+        """Whether the forward under way does, and a digest of what such ones have used since the
+        last backward, which has their gradients."""
         self._backwards = 0
         """Since the last step."""
         self.sends = False
@@ -81,8 +82,9 @@ class Collectives:
         gathered = sorted((at.number, u) for at, u in in_slots.items() if at.use == "full_weight")
         changed, self._changed = sum(1 << unit for unit in self._changed), set()
         last = self.profile.sharding.late and verb is Verb.BACKWARD and self._early.said_last
-        used = sorted(self._forwards) if verb is Verb.BACKWARD else ()
-        self._order.open((verb.value, tuple(gathered), last, tuple(used)), changed << 1 | last)
+        self._trains = verb is Verb.FORWARD and torch.is_grad_enabled()
+        used = self._forwards if verb is Verb.BACKWARD else 0
+        self._order.open((verb.value, tuple(gathered), last, used), changed << 1 | last)
 
     def _all_messages(self, mine: Message) -> list[Message]:
         """A round. What weights changed on any rank is kept on none."""
@@ -116,7 +118,10 @@ class Collectives:
         """The pass is over: what other ranks still need of it is done first."""
         self._busy = set()
         backward = self._passes.verb is Verb.BACKWARD
-        self._forwards = set() if backward else self._forwards | {*self._passes.used}
+        if backward:
+            self._forwards = 0
+        elif self._trains:
+            self._forwards = zlib.crc32(repr(self._passes.used).encode(), self._forwards)
         self._backwards += backward
         members = self._order.close(self._gradients.came() if backward else 0, backward=backward)
         self._land()
