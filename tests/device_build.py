@@ -18,11 +18,10 @@ from cpu_adam import FORMATS, choice, native
 from cpu_adam.choice import SQUARES, Kernel, block_elements
 from cpu_adam.memory import are_native
 
-TOTAL = "sum_of_blocks"
 OPERATIONS = (*FORMATS, "accumulate_float32", "accumulate_bfloat16", "split", "join")
-ROWS, COLUMNS_MOST = 29, 4096
+ROWS, COLUMNS_MOST = 30, 4096
 ROW = np.dtype([("elements", "i8"), ("first", "i8"), ("arrays", "i8", 7), ("factors", "f4", 16)])
-TABLE = np.dtype([("scale", "u8"), ("gradient", "i4"), ("count", "i4"), ("rows", ROW, ROWS)])
+TABLE = np.dtype([("gradient", "i4"), ("count", "i4"), ("rows", ROW, ROWS)])
 SOURCE = Path(choice.__file__).parent / "src" / "device" / "device.cu"
 OPTIONS = ("-std=c++20", "-O1", "-fPIC", "-shared", "-ffp-contract=off", "-fno-strict-aliasing")
 
@@ -76,18 +75,15 @@ class Launches:
         gradient: int,
         rows: npt.NDArray[np.int64],
         factors: npt.NDArray[np.float32],
-        scale: int = 0,
     ) -> None:
-        """An operation on many spans, as the CPU's kernels do it; scale: the address of another."""
+        """An operation on many spans, as the CPU's kernels do it."""
         for some in (rows[start : start + ROWS] for start in range(0, len(rows), ROWS)):
-            self.launch(OPERATIONS[operation], gradient, some, factors, scale)
+            self.launch(OPERATIONS[operation], gradient, some, factors)
 
-    def launch(
-        self, entry: str, gradient: int, rows: npt.NDArray[np.int64], factors: Any, scale: int = 0
-    ) -> None:
+    def launch(self, entry: str, gradient: int, rows: npt.NDArray[np.int64], factors: Any) -> None:
         """One launch."""
         table = np.zeros((), TABLE)
-        table["scale"], table["gradient"], table["count"] = scale, gradient, len(rows)
+        table["gradient"], table["count"] = gradient, len(rows)
         into = table["rows"][: len(rows)]
         into["elements"], into["first"] = rows[:, 0], rows[:, 2]
         into["arrays"][:, : rows.shape[1] - 3] = rows[:, 3:]
@@ -95,19 +91,16 @@ class Launches:
         blocks = -(-int(rows[:, 0].max()) // block_elements(entry))
         columns = min(max(blocks, 1), self._columns or COLUMNS_MOST)
         self.launched.append((entry, len(rows)))
-        self._blocks(entry, (1 if entry == TOTAL else columns, len(rows)), table.tobytes())
+        self._blocks(entry, (columns, len(rows)), table.tobytes())
 
-    def squares(self, gradient: torch.Tensor) -> tuple[torch.Tensor, float]:
-        """The sum of squares of each leaf, and of all."""
+    def squares(self, gradient: torch.Tensor) -> torch.Tensor:
+        """The sum of squares of each leaf."""
         sums = torch.empty(-(-gradient.numel() // 1024), dtype=torch.float64)
-        whole, none = torch.empty(1, dtype=torch.float64), np.zeros((1, self.FACTORS), np.float32)
+        none = np.zeros((1, self.FACTORS), np.float32)
         at = gradient.numel(), 0, 0, gradient.data_ptr(), sums.data_ptr()
         dtype = native.GRADIENT_NUMBERS[gradient.dtype]
         self.launch(SQUARES, dtype, np.array([at], np.int64), none)
-        found = sums.clone()
-        at = found.numel(), 0, 0, sums.data_ptr(), whole.data_ptr()
-        self.launch(TOTAL, 0, np.array([at], np.int64), none)
-        return found, float(whole)
+        return sums
 
 
 @contextmanager

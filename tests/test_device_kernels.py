@@ -8,14 +8,12 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from benchmarks.gpu import make_ptx
 from cpu_adam import FORMATS, Part, choice, native, reference
 from cpu_adam.checks import GRADIENT_DTYPES
-from cpu_adam.choice import Kernel
 from tests.adam_states import (
     VARIANTS,
     State,
@@ -29,7 +27,6 @@ from tests.device_build import (
     OPERATIONS,
     ROWS,
     TABLE,
-    TOTAL,
     Launches,
     blocks_of,
     on_the_cpu,
@@ -114,31 +111,17 @@ def test_a_launch_does_many_parts_each_by_its_step(name: str, launching: Launchi
         given = got.weight, got.gradient, got.slots, parts, steps
         native.update_parts(*given, gradient_scale=0.5, format=got.format)
     assert_same_state(got, want)
-    assert [rows for _, rows in launcher.launched] == [29, 29, 1]
-
-
-@pytest.mark.parametrize("maximize", [False, True])
-def test_a_scale_may_lie_on_the_device(maximize: bool, launching: Launching) -> None:
-    state, by = State("exact", 300, torch.float16), hyper_of("exact", maximize=maximize)
-    want, scale, kernels = state.clone(), torch.tensor(0.3), launching()
-    want.update(reference, by, step=2, gradient_scale=float(scale))
-    tensors = state.gradient, state.weight, *state.slots.values()
-    row = np.array([[300, 0, 0, *(x.data_ptr() for x in tensors)]], np.int64)
-    chosen = Kernel("device", "", kernels, 0)
-    factors = native.factor_rows(chosen, [(by, 2)], 1.0)
-    kernels.run(0, 0, GRADIENT_DTYPES.index(torch.float16), row, factors, scale.data_ptr())
-    assert_same_state(state, want)
+    assert [rows for _, rows in launcher.launched] == [ROWS, ROWS, 1]
 
 
 @pytest.mark.parametrize("dtype", some_fast(GRADIENT_DTYPES))
 def test_sums_of_squares_are_the_reference(dtype: torch.dtype, launching: Launching) -> None:
     for elements in (1, 2, 31, 33, 1000, 1023, 1024, 1025, 2048, 5000, 100_001, 600_000):
         x = torch.randn(elements, generator=torch.Generator().manual_seed(elements)).to(dtype)
-        sums, whole = launching(columns=elements % 3 or None).squares(x)
+        sums = launching(columns=elements % 3 or None).squares(x)
         assert torch.equal(sums, reference.leaf_sums(x, None)[: len(sums)])
-        assert whole == reference.total(reference.square_sums(x))
-    assert str(launching().squares(special(5000, 3))[1]) == "nan"
-    assert launching().squares(torch.tensor([1.0, float("-inf")]))[1] == float("inf")
+    assert launching().squares(special(5000, 3)).isnan().any()
+    assert launching().squares(torch.tensor([1.0, float("-inf")])).tolist() == [float("inf")]
 
 
 def test_accumulation_and_masters_are_the_reference(launching: Launching) -> None:
@@ -193,7 +176,7 @@ def test_arithmetic_of_the_ptx_is_rounded_once_and_correctly() -> None:
 
 def test_the_ptx_has_an_entry_for_all_that_is_launched() -> None:
     text = choice.ptx().decode()
-    assert {*re.findall(r"\.visible \.entry (\w+)\(", text)} == {*OPERATIONS, choice.SQUARES, TOTAL}
+    assert {*re.findall(r"\.visible \.entry (\w+)\(", text)} == {*OPERATIONS, choice.SQUARES}
     size = TABLE.itemsize
     assert set(re.findall(r"_param_0\[(\d+)\]", text)) == {str(size)}
     assert size <= 4096

@@ -4,7 +4,7 @@
 #include <signal.h>
 
 #include <atomic>
-#include <system_error>
+#include <exception>
 
 #include "float_state.h"
 
@@ -68,8 +68,8 @@ void Pool::start_missing_threads() {
     try {
         while (threads_.size() + 1 < wanted_)
             threads_.emplace_back(&Pool::serve, this, generation_);
-    } catch (const std::system_error&) {
-    }  // A limit on threads: work with those there are, and try again next time.
+    } catch (const std::exception&) {
+    }  // A limit on threads or memory: work with those there are, and try again next time.
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 

@@ -26,7 +26,6 @@ constexpr int LANES_HELD = 1;
 INLINE int64_t block() { return blockIdx.x; }
 INLINE int64_t blocks() { return gridDim.x; }
 INLINE int row_number() { return int(blockIdx.y); }
-INLINE void together() { __syncthreads(); }
 template <class Work> INLINE void each_thread(const Work& work) { work(int(threadIdx.x)); }
 template <class Work> INLINE void each_warp(const Work& work) { work(int(threadIdx.x) / WARP); }
 template <class Work> INLINE void each_lane(const Work& work) { work(int(threadIdx.x) % WARP, 0); }
@@ -57,7 +56,6 @@ static thread_local At at;
 INLINE int64_t block() { return at.block; }
 INLINE int64_t blocks() { return at.blocks; }
 INLINE int row_number() { return int(at.row); }
-INLINE void together() {}
 template <class Work> INLINE void each_thread(const Work& work) {
     for (int thread = 0; thread < THREADS; thread++) work(thread);
 }
@@ -113,13 +111,12 @@ INLINE F32 gradient_at(int dtype, Byte* array, int64_t i) {
 
 INLINE Byte* array(const DeviceRow& row, int k) { return reinterpret_cast<Byte*>(row.arrays[k]); }
 
-// The factors of a row, with the scale that is on the device.
+// The factors of a row, in registers.
 struct Factors {
     float of[FACTORS];
 
-    INLINE_METHOD explicit Factors(const DeviceTable& table, const DeviceRow& row) {
+    INLINE_METHOD explicit Factors(const DeviceRow& row) {
         for (int i = 0; i < FACTORS; i++) of[i] = row.factors[i];
-        if (table.scale) of[SCALE] = of[SCALE] * *reinterpret_cast<const float*>(table.scale);
     }
 };
 
@@ -298,30 +295,13 @@ template <int G> INLINE void squares(const DeviceRow& row) {
     });
 }
 
-// Arrays: the sums of blocks, which are overwritten, and their sum: neighbours are added, level by
-// level. By one block.
-INLINE void total(const DeviceRow& row) {
-    double* const sums = reinterpret_cast<double*>(row.arrays[0]);
-    for (int64_t apart = 1; apart < row.elements; apart *= 2) {
-        each_thread([&](int thread) {
-            const int64_t step = 2 * apart;
-            for (int64_t i = step * thread; i + apart < row.elements; i += step * THREADS)
-                sums[i] = sums[i] + sums[i + apart];
-        });
-        together();
-    }
-    each_thread([&](int thread) {
-        if (thread == 0) *reinterpret_cast<double*>(row.arrays[1]) = sums[0];
-    });
-}
-
 }  // namespace
 
 // The operations of kernel.h, by name.
 #define OPERATION(name, ...)                             \
     KERNEL(name) {                                       \
         const DeviceRow& row = table.rows[row_number()]; \
-        const Factors factors(table, row);               \
+        const Factors factors(row);                      \
         __VA_ARGS__(table, row, factors.of);             \
     }
 OPERATION(exact, decayed<Adam, Exact<FLOAT32, 4, 4>>)
@@ -342,7 +322,6 @@ KERNEL(squares_of_blocks) {
     else if (table.gradient == FLOAT16) squares<FLOAT16>(row);
     else squares<BFLOAT16>(row);
 }
-KERNEL(sum_of_blocks) { total(table.rows[row_number()]); }
 
 }  // namespace device
 }  // namespace cpu_adam

@@ -15,16 +15,12 @@
 // same bits; a block for each 1024 elements, and 4096 columns at most, keep any device busy. The
 // arrays of a row are those of the operation on the CPU (gradient, weight, the slots of the record),
 // each at a multiple of the size of its items. A row of `compact` starts with a group. Beside the
-// operations there are
+// operations there is
 //
 //     squares_of_blocks    arrays: gradient; a float64 for each 1024 elements, the sum of their
 //                          squares. A block for each 8192 elements will do.
-//     sum_of_blocks        arrays: these, which are overwritten; a float64, their sum. elements: how
-//                          many they are. One column.
 //
-// which leave the sum of squares as reference.py defines it. The scale of gradients may lie on the
-// device, as when it is found there from their norm: the factor of each row is then 1, or -1 to
-// climb, so the product is exact.
+// whose sums are the leaves of the sum of squares as reference.py defines it.
 #pragma once
 
 #include "../kernel.h"
@@ -40,9 +36,8 @@ struct DeviceRow {
 };
 
 // As many as the 4096 bytes hold that any kernel may be handed.
-constexpr int DEVICE_ROWS = 29;
+constexpr int DEVICE_ROWS = 30;
 struct DeviceTable {
-    int64_t scale;     // address of a float by which all gradients are multiplied, or 0
     int32_t gradient;  // their dtype
     int32_t count;     // of rows
     DeviceRow rows[DEVICE_ROWS];

@@ -116,7 +116,7 @@ static void launch(driver::Driver& device, driver::Stream stream, const std::str
                    Gradient dtype, int64_t block_elements, const std::vector<DeviceRow>& rows) {
     for (size_t start = 0; start < rows.size(); start += DEVICE_ROWS) {
         const size_t count = std::min(rows.size() - start, size_t(DEVICE_ROWS));
-        DeviceTable table{0, dtype, int32_t(count), {}};
+        DeviceTable table{dtype, int32_t(count), {}};
         int64_t most = 1;
         for (int32_t at = 0; at < table.count; at++) {
             table.rows[at] = rows[start + size_t(at)];
