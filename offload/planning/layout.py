@@ -364,6 +364,8 @@ class _Memory:
         self.ring("device", "workspace", max(updated, squared), 1)
         self.ring("cpu", "weight", largest(weights, at["weight"], "nvme"), STAGES)
         passing = set(TIERS) - {*collected}
+        if profile.sharding.gathers:  # Sums are added up on the device, and go home as they are.
+            passing -= {"cpu"}
         self.ring("cpu", "gradient", largest(gradients, at["gradient"], *passing), STAGES)
         self.ring("cpu", "deposit", largest(gradients, at["gradient"], "nvme"), STAGES)
         for kind, tier in itertools.product(KINDS, TIERS[:2]):
