@@ -29,19 +29,26 @@ two, one, apart = world_of(2), world_of(1), world_of(2, "nccl")
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
+@pytest.fixture(params=["two", pytest.param("apart", marks=needs_two)])
+def pair(request: pytest.FixtureRequest) -> World:
+    """Two ranks on one device over gloo, and each on its own over NCCL."""
+    found: World = request.getfixturevalue(request.param)
+    return found
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_ranks_on_one_device_train_as_one_process(two: World, kind: str) -> None:
+def test_two_ranks_train_as_one_process(pair: World, kind: str) -> None:
     how = How(kind, micro=2, config={"max_grad_norm": 0.5})
-    assert_as_one(two.run("train", how), how)
+    assert_as_one(pair.run("train", how), how)
 
 
 @pytest.mark.parametrize("shard", [1, 2, 3])
 @pytest.mark.parametrize("way", WAYS, ids="-".join)
 def test_in_every_placement(
-    two: World, way: tuple[str, str, str], shard: int, tmp_path: Path
+    pair: World, way: tuple[str, str, str], shard: int, tmp_path: Path
 ) -> None:
     how = way_of(way, shard, tmp_path)
-    assert_as_one(two.run("train", how), how)
+    assert_as_one(pair.run("train", how), how)
 
 
 def test_streams_that_are_late_change_no_bit(two: World) -> None:
@@ -50,9 +57,9 @@ def test_streams_that_are_late_change_no_bit(two: World) -> None:
 
 
 @pytest.mark.parametrize("job", ["diverge", "clip", "touch"])
-def test_what_ranks_do_beside_training(two: World, job: str) -> None:
+def test_what_ranks_do_beside_training(pair: World, job: str) -> None:
     how = How("unused" if job == "diverge" else "plain")
-    assert same(two.run(job, how), two.run(job, how))
+    assert same(pair.run(job, how), pair.run(job, how))
 
 
 def test_saved_by_two_ranks_and_continued(two: World, tmp_path: Path) -> None:
@@ -82,27 +89,3 @@ def test_over_nccl_with_streams_that_are_late(one: World) -> None:
     how = How("tied", config={"params": "cpu"})
     (found,) = one.run("alone", "nccl", "late", how, 40)
     assert set(found) == {digest(one_process(how, 1).values)}
-
-
-@needs_two
-@pytest.mark.parametrize("kind", KINDS)
-def test_two_ranks_over_nccl(apart: World, kind: str) -> None:
-    how = How(kind, micro=2, config={"max_grad_norm": 0.5})
-    assert_as_one(apart.run("train", how), how)
-
-
-@needs_two
-@pytest.mark.parametrize("shard", [1, 2, 3])
-@pytest.mark.parametrize("way", WAYS, ids="-".join)
-def test_two_ranks_over_nccl_in_every_placement(
-    apart: World, way: tuple[str, str, str], shard: int, tmp_path: Path
-) -> None:
-    how = way_of(way, shard, tmp_path)
-    assert_as_one(apart.run("train", how), how)
-
-
-@needs_two
-@pytest.mark.parametrize("job", ["diverge", "clip", "touch"])
-def test_what_two_ranks_over_nccl_do_beside_training(apart: World, job: str) -> None:
-    how = How("unused" if job == "diverge" else "plain")
-    assert same(apart.run(job, how), apart.run(job, how))

@@ -408,7 +408,7 @@ assert not {fails}
 """
     done = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True)
     assert done.returncode == fails, done.stderr
-    assert (b"the last step is not committed, as AssertionError ended" in done.stderr) == fails
+    assert (b"the last step is not committed: AssertionError ended" in done.stderr) == fails
     with durable(CPU, tmp_path) as run:
         assert run.engine.resumed == (None if fails else (3, None))
         assert fails == (not any("user_state" in one for one in run.engine.notices))

@@ -123,19 +123,17 @@ class Commits:
         """
         if self._engine.commits is not self:
             return
-        if (ended := ended_by()) is not None:
+        ended, told = ended_by(), "offload: the last step is not committed:"
+        if ended is not None:
             if self._engine.steps != self._closed:
-                told = (
-                    f"the last step is not committed, as {type(ended).__name__} ended the program"
-                )
-                print(f"offload: {told}", file=sys.stderr)
-        else:
-            self._alone = False  # No thread can be started now.
-            try:
-                self._engine.commit(alone=True)
-            except RuntimeError as error:  # Or it is asleep, closed, or in the middle of a step.
-                if error.__cause__ is not None:
-                    print(f"offload: the last step is not committed: {error}", file=sys.stderr)
+                print(told, f"{type(ended).__name__} ended the program", file=sys.stderr)
+            return
+        self._alone = False  # No thread can be started now.
+        try:
+            self._engine.commit(alone=True)
+        except RuntimeError as error:  # Or it is asleep, closed, or in the middle of a step.
+            if error.__cause__ is not None:
+                print(told, error, file=sys.stderr)
 
     def _let_go(self) -> None:
         """Commit the last step and close, as nobody has the model any more."""
