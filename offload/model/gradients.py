@@ -79,12 +79,6 @@ class Gradients:
         """Take over a gradient; where it is `passing` with its unit, if it completes that."""
         if gradient.layout is not torch.strided:
             refuse_sparse(f"the gradient of {self._parameter(unit, parameter).name}")
-        kept = self._plan.profile.units[unit].gradient_dtype(parameter)
-        if kept != "float32" and gradient.dtype is not getattr(torch, kept):
-            raise ValueError(
-                f"the gradient of {self._parameter(unit, parameter).name} is {gradient.dtype}, and "
-                f"{kept} is kept: likely p.grad_dtype was set; give Config(gradient_dtype='fp32')"
-            )
         one = self.units[unit]
         if parameter in one.arrived and self._slots[unit] is not None:
             self.send(unit)
@@ -104,6 +98,12 @@ class Gradients:
         if (view := one.views.get(parameter)) is None:
             there = collected(self._plan, unit)
             view = one.views[parameter] = self._view(there, unit, parameter)
+        if gradient.dtype is not view.dtype and view.dtype is not torch.float32:
+            raise ValueError(
+                f"the gradient of {self._parameter(unit, parameter).name} is {gradient.dtype}, and "
+                f"{view.dtype} is kept: likely p.grad_dtype was set, in place of "
+                "Config(gradient_dtype='fp32')"
+            )
         if parameter in self._present(unit):
             accumulate(view, gradient.to(view.dtype))
         else:
