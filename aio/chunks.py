@@ -108,6 +108,14 @@ class Chunks:
             self._readable(number)
         return self._kept[: self.two_homes, [_HOME, _STEP, _CRC]]
 
+    def take_over(self, homes: Sequence[Sequence[int]]) -> None:
+        """Let these, which another process left as `homes` gives them, be what was written last."""
+        kept = self._kept[: self.two_homes]
+        kept[:, [_HOME, _STEP, _CRC]] = homes
+        kept[:, _BEGUN] += 1
+        kept[:, _ENDED] = kept[:, _BEGUN]
+        self.protect(kept[:, _HOME])
+
     def protect(self, homes: Sequence[int] | npt.NDArray[np.int64]) -> None:
         """Let writes leave these homes alone from now on. None is under way."""
         self._kept[: self.two_homes, _PROTECTED] = homes

@@ -67,14 +67,12 @@ if TYPE_CHECKING:
     from offload.trainer_mixin import TrainerMixin
 else:
     _HOMES = dict.fromkeys(("attach", "detach", "empty_weights"), "attachment")
-    _HOMES |= {"engine_of": "model.engine"}
     _HOMES |= dict.fromkeys(("load", "save"), "checkpoint.saving")
+    _HOMES |= dict.fromkeys(("Engine", "engine_of"), "model.engine")
     _HOMES |= {"export": "checkpoint.exporting", "from_pretrained": "pretrained"}
-    _HOMES |= {"Config": "config", "Engine": "model.engine", "Report": "runtime.stats"}
     _HOMES |= {"EngineError": "runtime.entry", "BudgetError": "planning.planner"}
-    _HOMES |= dict.fromkeys(("gathered", "local"), "parallel")
-    _HOMES |= {"ShardError": "parallel.flat_shard"}
-    _HOMES |= {"TrainerMixin": "trainer_mixin"}
+    _HOMES |= {"gathered": "parallel", "local": "parallel", "ShardError": "parallel.flat_shard"}
+    _HOMES |= {"Config": "config", "Report": "runtime.stats", "TrainerMixin": "trainer_mixin"}
     _HOMES |= {"sleep": "sleeping", "wake": "sleeping"}
 
     def __getattr__(name):

@@ -22,7 +22,7 @@ import torch
 import aio
 import offload
 from offload.checkpoint import commits
-from offload.checkpoint.commit_reader import CommitReader, PartReader, read_commit
+from offload.checkpoint.commit_reader import CommitReader, PartReader, read_commit, record_files
 from offload.runtime.entry import EngineError
 from tests.command import run as run_command
 from tests.forked import fork, wait
@@ -174,6 +174,36 @@ def test_a_flipped_bit_is_found_before_it_is_used(seed: int, committed: Path) ->
     (directory / file).write_bytes(content)
     with pytest.raises((ValueError, OSError)):
         read_all(directory)
+
+
+@pytest.mark.parametrize("kind", ["weight", "state"])
+def test_a_bit_flipped_on_nvme_is_found_in_the_first_step(kind: str, tmp_path: Path) -> None:
+    with durable(NVME, tmp_path) as run:
+        steps(run, 2)
+    commit, layout = read_commit(str(tmp_path / "run"))
+    number, offset, _ = layout["chunks"][-1][kind]
+    file = Path(record_files(str(tmp_path / "run"), layout)[0])
+    content = bytearray(file.read_bytes())
+    content[offset + commit["homes"][number][0] * layout["second"]] ^= 1
+    file.write_bytes(content)
+    found = pytest.raises(EngineError, match="checksum mismatch")
+    with durable(NVME, tmp_path) as run, found:
+        steps(run, 1)
+        run.engine.settle()
+    assert read_commit(str(tmp_path / "run"))[0] == commit
+
+
+@pytest.mark.parametrize("placement", [CPU, ("cpu", "cpu", "nvme"), NVME])
+def test_what_lies_where_a_run_goes_on_is_not_moved(placement: Any, tmp_path: Path) -> None:
+    with durable(placement, tmp_path) as run:
+        steps(run, 2)
+    with durable(placement, tmp_path) as run:
+        chunks, plan = run.engine.runner.store.chunks, run.engine.plan
+        attached = sum(plan.sizes.value["weight"]) if placement is NVME else 0
+        assert (chunks.bytes_read, chunks.bytes_written) == (0, attached)
+        run.engine.commit()
+        assert chunks.bytes_written == attached
+    read_all(tmp_path / "run")
 
 
 def test_a_drive_that_is_full_ends_the_engine_and_leaves_the_commit(

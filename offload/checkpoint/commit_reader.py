@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import lru_cache, partial
 from itertools import chain
@@ -21,6 +21,7 @@ import safetensors.torch
 import torch
 
 import aio
+from aio.volume import Extent
 from cpu_adam import crc32c
 from cpu_adam.formats import format_for
 from cpu_adam.reference import cut, views
@@ -29,7 +30,6 @@ from offload.checkpoint.directory import check_fields, read_checked
 from offload.checkpoint.schema import Each, Maybe, check, count, file_name, flag, shown, text, told
 from offload.checkpoint.shards import WEIGHTS, Tensor, items, name_of
 from offload.planning.profile import ITEM_BYTES
-from offload.runtime.memory import host_tensor
 
 COMMIT, PREVIOUS = "commit.json", "previous.json"
 RANK = "rank-"
@@ -184,12 +184,22 @@ class PartReader:
         part = cut(slots, fmt, place.chunk_start, place.elements)
         return to_plain(part, fmt) | scales(part, fmt)
 
+    def _extents(self, value: Sequence[int]) -> Iterator[Extent]:
+        """Where a value of a chunk lies."""
+        number, offset, size = value
+        offset += self.commit["homes"][number][0] * self._layout["second"]
+        return self._stripes.extents(offset, size)
+
     def _read_bytes(self, kind: str, chunk: int) -> torch.Tensor:
-        number, offset, size = self._layout["chunks"][chunk][kind]
-        home, _, crc = self.commit["homes"][number]
-        content = host_tensor(size)
+        chunks, will_need = self._layout["chunks"], os.POSIX_FADV_WILLNEED
+        number, _, size = chunks[chunk][kind]
+        crc = self.commit["homes"][number][2]
+        content = torch.empty(size, dtype=torch.uint8)
         whole = memoryview(content.numpy())  # type: ignore[arg-type]
-        for extent in self._stripes.extents(offset + home * self._layout["second"], size):
+        for following in chunks[chunk + 1 : chunk + 2]:  # Likely the one that is read next.
+            for one in self._extents(following[kind]) if following[kind] else ():
+                os.posix_fadvise(self._fds[one.drive], one.offset, one.stop - one.start, will_need)
+        for extent in self._extents(chunks[chunk][kind]):
             at = extent.start
             while at < extent.stop:
                 part = whole[at : extent.stop]

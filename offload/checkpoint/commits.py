@@ -165,7 +165,7 @@ class RunDirectory:
         layout["stripes"] = [stripes.unit_bytes, [*stripes.pattern]]
         homes, name = None, str(self.committed.get("name"))
         if self.commit and layout == {key: self.committed.get(key) for key in layout}:
-            homes = [home for home, _, _ in self.commit["homes"]]
+            homes = self.commit["homes"]
         else:
             layout["name"] = name = f"offload-{secrets.token_hex(4)}"
             self._layout_name = f"layout-{self._unused(_LAYOUT_FILE)}.json"

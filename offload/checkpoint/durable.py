@@ -10,7 +10,8 @@ are torch's own, and nobody is asked before an edit: where one has changed while
 ([Note: Residents] of `model.resident`; a version counter tells), nothing is committed, and the next
 commit is not left to a thread.
 
-What lives on nvme is written by its update, to the home that the last commit does not name.
+What lives on nvme is written by its update, to the home that the last commit does not name. A run
+that goes on with the plan of the commit finds it there, and moves only what lives in memory.
 """
 
 from __future__ import annotations
@@ -78,6 +79,7 @@ class Commits:
         """Whether all ranks commit the last step."""
         self._buffers, self._optimizer, self._directory = buffer_dicts(model), optimizer, directory
         self._engine: Engine = optimizer.engine
+        assert self._engine.runner.store is not None
         self._store = self._engine.runner.store
         self._stream = self._engine.runner.device.new_stream()
         """On which values of the device are read, beside training."""
@@ -161,7 +163,9 @@ class Commits:
             sets = sets_of(engine, model, run)
             check_sets({WEIGHTS: sets[WEIGHTS]}, {WEIGHTS: reader.tensors}, asked)
             check_run(run, optimizer, None, asked)
-            take_over(engine, model, optimizer, run, sets, reader.values)
+            if lasts := self._store.take_over():
+                self._changed = set()
+            take_over(engine, model, optimizer, run, sets, reader.values, lasts=lasts)
         self._closed = self._asked = run["step"]
         self._versions = self._seen()
         if self._directory.commit is not None:  # Else of a rank that is new.
@@ -324,9 +328,7 @@ class Commits:
         changed: list[Any],
         fence: Any,
     ) -> None:
-        engine, store, since = self._engine, self._store, time.monotonic()
-        runner = engine.runner
-        assert store is not None
+        engine, runner, since = self._engine, self._engine.runner, time.monotonic()
         try:
             tasks = engine.updates.begun()
             places = {unit: at for at, unit in enumerate(tasks)}
@@ -340,7 +342,7 @@ class Commits:
             if not all(map(runner.over, tasks.values())):
                 return
             if self._versions == self._seen():
-                self._directory.write(run, buffers, store, forward=forward)
+                self._directory.write(run, buffers, self._store, forward=forward)
                 self._directory.made()
             else:
                 self._changed.update(changed)
@@ -352,9 +354,8 @@ class Commits:
 
     def _write(self, kind: Any, unit: int, step: int) -> None:
         """Write a value whose home is in memory, chunk by chunk."""
-        engine, store = self._engine, self._store
-        assert store is not None
-        runner, spec = engine.runner, engine.plan.profile.units[unit]
+        engine, runner = self._engine, self._engine.runner
+        spec = engine.plan.profile.units[unit]
         pieces, parameters = engine.plan.profile.by_chunk(unit), engine.units[unit].parameters
         for chunk, size in enumerate(engine.plan.sizes.chunks[kind][unit]):
             if kind == "weight" and unit in engine.residents:
@@ -368,7 +369,7 @@ class Commits:
                 if runner.device.holds(content) or content.data_ptr() % 4096:
                     away, content = content, host_tensor(size)
                     content.copy_(away)
-            store.write(kind, spec.name, content, step, chunk)
+            self._store.write(kind, spec.name, content, step, chunk)
 
 
 def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:

@@ -357,14 +357,18 @@ class Chunk(NamedTuple):
     state: Value | None
 
 
-def chunks_of(plan: Plan, sets: Sets | None = None) -> Iterator[Chunk]:
-    """All chunks, or those whose weights are in some sets, in the order of their parameters."""
+def chunks_of(plan: Plan, sets: Sets | None = None, *, lasts: bool = False) -> Iterator[Chunk]:
+    """All chunks, or those whose weights are in some sets, in the order of their parameters. Where
+    what `lasts` on nvme is there, those that have other values, without states on nvme."""
     for unit, spec in enumerate(plan.profile.units):
         by_chunk = plan.profile.by_chunk(unit)
+        there, states = (lasts and plan.home(k, unit).tier == "nvme" for k in ("weight", "state"))
         for at in range(len(spec.weight_chunks)):
             pieces = by_chunk.get(at, [])  # None in a part of a unit that is another rank's.
             weight = None if unit in plan.residents else Value("weight", unit, at)
-            state = Value("state", unit, at) if at < len(spec.chunks) else None
+            state = Value("state", unit, at) if at < len(spec.chunks) and not states else None
+            if there and state is None:
+                continue
             if sets is None or (pieces and plan.profile.name_of(pieces[0]) in sets[WEIGHTS]):
                 yield Chunk(pieces, weight, state)
 
@@ -437,7 +441,7 @@ def fill(
                 first, count = plan.profile.element(piece), piece.elements
                 there = part_of(piece, weights, parameters[piece.unit])
                 there.copy_(values(WEIGHTS, name, first, count))
-                slots = _slots_in(sets or {}, name)
+                slots = _slots_in(sets or {}, name) if chunk.state is not None else []
                 given = {k: values(k, name, items(k, first), items(k, count)) for k in slots}
                 parts.append((piece, given))
                 if "nvme" not in homes:  # Chunks are large there, and written where they lie.
@@ -460,16 +464,20 @@ def take_over(
     run: Mapping[str, Any],
     sets: Sets,
     values: Values,
+    *,
+    lasts: bool = False,
 ) -> None:
     """Go on from a run that `check_run` and `check_sets` let pass: weights and buffers, and with an
-    optimizer its states, step numbers and hyper-parameters, and the random numbers."""
+    optimizer its states, step numbers and hyper-parameters, and the random numbers. What `lasts` on
+    nvme is there."""
     with engine.runner.once():
         for unit in engine.units:
             if unit.index not in engine.residents:
                 engine.weights_changed(unit.index)
             count_change(unit.parameters)
         parameters = [unit.parameters for unit in engine.units]
-        fill(engine.runner, chunks_of(engine.plan, sets), parameters, values, optimizer, sets)
+        chunks = chunks_of(engine.plan, sets, lasts=lasts)
+        fill(engine.runner, chunks, parameters, values, optimizer, sets)
         for name, buffer in buffers_of(model):
             buffer.copy_(values(WEIGHTS, name, 0, buffer.numel()).view(buffer.shape))
         if optimizer is None:

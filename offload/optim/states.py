@@ -18,6 +18,7 @@ from offload.program.ops import Value
 from offload.runtime.device import CPU
 from offload.runtime.memory import host_tensor
 from offload.runtime.runner import ChunkCache, Runner
+from offload.runtime.store import ahead
 
 ParameterKey = tuple[int, int]
 """A unit and the index of a parameter in it."""
@@ -123,12 +124,13 @@ class States:
         self._chunks.write(value, record)
 
     def clear(self) -> None:
-        """Write zeros where a state has never been written: on nvme."""
-        for unit, spec in enumerate(self._plan.profile.units):
-            if self._plan.placements[unit].state != "nvme":
-                continue
-            for chunk in range(len(spec.chunks)):
-                self._runner.clear(Value("state", unit, chunk))
+        """Write zeros where a state was never written: on nvme."""
+        units, extent = enumerate(self._plan.profile.units), self._runner.memory.extent
+        every = (Value("state", unit, at) for unit, one in units for at in range(len(one.chunks)))
+        never = [value for value in every if self._chunks.written(value) is None]
+        zeros = host_tensor(max((extent(value)[1] for value in never), default=0))
+        for _ in ahead(lambda one: self._runner.write_home(one, zeros[: extent(one)[1]]), never):
+            pass
 
 
 def check_state(rule: str, of: Parameter, state: Mapping[str, Any]) -> None:

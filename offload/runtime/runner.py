@@ -366,10 +366,6 @@ class Runner:
             with self.waited(Lane.H2D if there else Lane.D2H):
                 into.copy_(source)
 
-    def clear(self, value: Value) -> None:
-        """Put zeros home."""
-        self.write_home(value, host_tensor(self.memory.extent(value)[1]))
-
 
 class ChunkCache:
     """Reads and writes homes chunk by chunk, for code that goes from parameter to parameter.

@@ -48,8 +48,8 @@ class Kept(NamedTuple):
     """Whether their home is nvme or not."""
     name: str
     """Of the files."""
-    homes: Sequence[int] | None
-    """Those of each chunk that another process left in the files; None where they are new."""
+    homes: Sequence[Sequence[int]] | None
+    """What another process left in the files, as of `Chunks.homes`; None where they are new."""
     close: Callable[[], None]
     """Called when the store is closed."""
 
@@ -100,8 +100,14 @@ class Store:
             there=kept is not None and kept.homes is not None,
         )
         self.chunks = aio.Chunks(self.volume, sizes, crc32c, self._name_of, two_homes)
-        if kept is not None and kept.homes is not None:
-            self.chunks.protect(kept.homes)
+        self.take_over()
+
+    def take_over(self) -> bool:
+        """Go back to what another process left, where it did: whatever was written since."""
+        if self._kept is None or self._kept.homes is None:
+            return False
+        self.chunks.take_over(self._kept.homes)
+        return True
 
     def _name_of(self, number: int) -> str:
         key, first = next(one for one in reversed(self._first.items()) if one[1] <= number)
