@@ -342,10 +342,11 @@ class _Attaching:
         store, paths = None, self.config.nvme_path
         with ExitStack() as failed:
             if self.directory is not None:
-                store = failed.enter_context(self.directory.store(self.plan, paths))
+                store = self.directory.store(self.plan, paths)
             elif self.plan.file:
                 store = Store(paths, self.plan.file, speeds=measured_speeds(paths))
-                failed.enter_context(store)
+            if store is not None:
+                failed.callback(store.close)
             files = store.volume.files if store is not None else ()
             if any(is_memory(os.path.dirname(one.path)) for one in files):
                 # Other notices are good to know; this one says that what was asked is not had.

@@ -6,6 +6,7 @@ import gc
 import io
 import pickle
 import random
+import resource
 import shutil
 from itertools import combinations
 from math import prod
@@ -381,3 +382,15 @@ def test_other_files_and_damage_leave_nothing(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="checksum"):
         convert(str(tmp_path / "save"), str(tmp_path / "dcp"), "dcp")
     assert sorted(one.name for one in tmp_path.iterdir()) == ["model.safetensors", "save", "taken"]
+
+
+def test_a_file_that_cannot_grow_is_named_and_nothing_is_left(tmp_path: Path) -> None:
+    convert(str(DATA), str(tmp_path / "save"))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"__0_0.distcp"):
+            convert(str(tmp_path / "save"), str(tmp_path / "made"), "dcp")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not (tmp_path / "made").exists()

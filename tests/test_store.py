@@ -4,6 +4,7 @@ import errno
 import itertools
 import os
 import threading
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -32,7 +33,7 @@ def test_oracle(tmp_path, where):
     if not os.path.isdir(directory):
         pytest.skip("no tmpfs here")
     rng = np.random.default_rng(3)
-    with Store(directory, LAYOUT) as store:
+    with closing(Store(directory, LAYOUT)) as store:
         assert (store.volume.notice is None) == store.volume.direct
         truth = {}
         for key in LAYOUT:
@@ -60,7 +61,7 @@ def test_oracle(tmp_path, where):
 
 def test_after_a_transfer_that_failed_none_is_under_way(monkeypatch):
     for seed in range(5):
-        with Store("/simulated", LAYOUT, io=SimulatedIO(seed, delay_s_max=0.02)) as store:
+        with closing(Store("/simulated", LAYOUT, io=SimulatedIO(seed, delay_s_max=0.02))) as store:
             store.write("state", "a", value("state", "a", 1), step=1)
             store.chunks._kept[store.numbers("state", "a", 0), chunks._CRC] ^= 1
             started, read_into = [], store.volume.read_into
@@ -79,7 +80,7 @@ def test_after_a_transfer_that_failed_none_is_under_way(monkeypatch):
 def test_long_chunks_are_checked_in_stretches(tmp_path):
     size = (9 << 20) + 4096
     layout = {("weight", "w"): [size]}
-    with Store(tmp_path, layout) as store:
+    with closing(Store(tmp_path, layout)) as store:
         data, back = aligned_tensor(size, 5), aligned_tensor(size)
         store.write("weight", "w", data, 1)
         store.read("weight", "w", back)
@@ -106,7 +107,7 @@ def test_every_call_can_fail(code):
     """The n-th call fails for every n: a clear error, and the store can be used again."""
 
     def work():
-        with Store("/simulated", LAYOUT, io) as store:
+        with closing(Store("/simulated", LAYOUT, io)) as store:
             error = failure_of(lambda: run_all(store))
             run_all(store)
         if error is not None:
@@ -130,7 +131,7 @@ def test_every_call_can_fail(code):
 def test_every_transfer_can_be_short():
     for number in itertools.count(1):
         io = SimulatedIO(number, shorts={number})
-        with Store("/simulated", LAYOUT, io) as store:
+        with closing(Store("/simulated", LAYOUT, io)) as store:
             run_all(store)
         if number > len(io.calls):
             break
@@ -140,14 +141,14 @@ def test_every_transfer_can_be_short():
 @pytest.mark.parametrize("seed", range(5))
 def test_slow_short_and_interrupted(seed):
     io = SimulatedIO(seed, short_rate=0.4, retry_rate=0.2, delay_s_max=0.0003)
-    with Store("/simulated", LAYOUT, io) as store:
+    with closing(Store("/simulated", LAYOUT, io)) as store:
         run_all(store)
 
 
 @pytest.mark.usefixtures("one_call")
 def test_failed_write_is_not_read_as_the_old_value():
     io = SimulatedIO(0)
-    with Store("/simulated", LAYOUT, io) as store:
+    with closing(Store("/simulated", LAYOUT, io)) as store:
         data = value("gradient", "b", 1)
         store.write("gradient", "b", data, 1)
         io.errors[len(io.calls) + 1] = errno.EIO
@@ -161,7 +162,7 @@ def test_failed_write_is_not_read_as_the_old_value():
 
 def test_flipped_bits_are_found():
     io = MemoryIO()
-    with Store("/simulated", LAYOUT, io) as store:
+    with closing(Store("/simulated", LAYOUT, io)) as store:
         data = value("state", "a", 1)
         store.write("state", "a", data, 1)
         sizes = LAYOUT["state", "a"]
@@ -177,7 +178,7 @@ def test_flipped_bits_are_found():
         store.read("state", "a", aligned_tensor(8192), chunk=1)
         content[at] ^= 4
         store.read("state", "a", data)
-    with Store("/simulated", LAYOUT, SimulatedIO(0, flip_rate=1.0)) as store:
+    with closing(Store("/simulated", LAYOUT, SimulatedIO(0, flip_rate=1.0))) as store:
         store.write("state", "a", data, 1)
         with pytest.raises(OSError, match="failed") as caught:
             store.read("state", "a", data)
@@ -187,7 +188,7 @@ def test_flipped_bits_are_found():
 def test_what_was_read_instead_is_told():
     """Of a place that holds another chunk, and of one that holds what was there before."""
     io = MemoryIO()
-    with Store("/simulated", LAYOUT, io) as store:
+    with closing(Store("/simulated", LAYOUT, io)) as store:
         found = aligned_tensor(24576)
         store.write("state", "a", value("state", "a", 1), 4)
         store.write("weight", "a", value("weight", "a", 3), 5)
@@ -212,7 +213,7 @@ def test_what_was_read_instead_is_told():
 
 
 def test_what_a_caller_can_get_wrong():
-    with Store("/simulated", LAYOUT, MemoryIO()) as store:
+    with closing(Store("/simulated", LAYOUT, MemoryIO())) as store:
         good = value("gradient", "b", 1)
         with pytest.raises(ValueError, match="never"):
             store.read("gradient", "b", good)
@@ -245,7 +246,7 @@ def test_threads_and_several_stores_in_one_directory(tmp_path):
         except BaseException as error:
             failures.append(error)
 
-    with Store(tmp_path, LAYOUT) as one, Store(tmp_path, LAYOUT) as two:
+    with closing(Store(tmp_path, LAYOUT)) as one, closing(Store(tmp_path, LAYOUT)) as two:
         threads = [threading.Thread(target=work, args=(s, n)) for s in (one, two) for n in range(3)]
         for thread in threads:
             thread.start()

@@ -22,6 +22,7 @@ import pickle
 import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
+from io import BytesIO
 from math import prod
 from typing import Any, NamedTuple
 
@@ -38,6 +39,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.utils import _create_file_view
 
+from aio.errors import naming
 from offload.checkpoint.deepspeed_shards import Checkpoint, rule_of
 from offload.checkpoint.directory import FORMAT, decoded, encoded
 from offload.checkpoint.saving import progress, states_of
@@ -444,11 +446,15 @@ def write_folder(
     known: dict[str, Any] = {}
     paths: dict[str, Path] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
-    with open(os.path.join(where, name := "__0_0.distcp"), "xb") as file:
+    full = os.path.join(where, name := "__0_0.distcp")
+    with open(full, "xb", buffering=0) as file:
 
         def put(content: Any) -> _StorageInfo:
-            start = file.tell()
-            torch.save(content, file)
+            torch.save(content, made := BytesIO())  # Of a file it does not tell why it fails.
+            start, rest = file.tell(), made.getbuffer()
+            with naming("write", full):
+                while rest:
+                    rest = rest[file.write(rest) :]
             return _StorageInfo(name, start, file.tell() - start)
 
         for content, all_ in objects:
@@ -469,8 +475,8 @@ def write_folder(
                 moved(part.nbytes)
             kind = TensorProperties(dtype=dtype)
             known[flat] = TensorStorageMetadata(kind, torch.Size(one.shape), chunks)
-        file.flush()
-        os.fsync(file.fileno())
+        with naming("flush", full):
+            os.fsync(file.fileno())
     metadata = Metadata(known, paths, places, version=CURRENT_DCP_VERSION)
     write_file(os.path.join(where, ".metadata"), pickle.dumps(metadata))
 

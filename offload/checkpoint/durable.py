@@ -105,7 +105,7 @@ class Commits:
         self._alone = True
         """Whether a thread may write what the user may edit."""
         self._handles = [
-            module.register_forward_pre_hook(self._called)
+            module.register_forward_pre_hook(self.forward_begins)
             for unit in sorted(plan.residents)
             for ref in self._engine.units[unit].modules
             if (module := ref()) is not None
@@ -180,9 +180,9 @@ class Commits:
 
     # -- from step to step -------------------------------------------------------------------------
 
-    def forward_begins(self) -> None:
+    def forward_begins(self, *_: object) -> None:
         """A forward begins, or goes on: in training the step before it is closed."""
-        if not torch.is_grad_enabled():
+        if in_backward() or not torch.is_grad_enabled():
             return
         if self._restored is not None:
             (run, in_forward), self._restored = self._restored, None
@@ -202,10 +202,6 @@ class Commits:
             self._asked = step
             if self.due(step) if self._engine.ranks is None else self._agreed:
                 self.close_step(forward=True)
-
-    def _called(self, *_: Any) -> None:
-        if not in_backward():
-            self.forward_begins()
 
     def due(self, step: int) -> bool:
         """Whether a step is to be committed, as far as this rank knows."""

@@ -147,12 +147,6 @@ class Store:
             if self._kept is not None:
                 self._kept.close()
 
-    def __enter__(self) -> Store:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _chunks_of(
         self, kind: Kind, unit: str, chunk: int | None, tensor: torch.Tensor
     ) -> tuple[range, Bytes]:
