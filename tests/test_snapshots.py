@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 import offload
+from offload.planning.profile import CHUNK_ELEMENTS
 from offload.program.ops import Op, Verb
 from offload.runtime.store import Store
 from tests.training import (
@@ -138,6 +140,18 @@ LOOKS: dict[str, tuple[str, Callable[[Run], object]]] = {
 def test_a_pass_reads_every_chunk_once(look: str, run: Run) -> None:
     kind, work = LOOKS[look]
     assert moved(run, lambda: work(run)) == (stored_bytes(run, kind), 0)
+
+
+def test_a_state_dict_reads_a_parameter_of_several_chunks_once(tmp_path: Path) -> None:
+    """And has what a user has written to a copy, however that was told."""
+    layer = nn.Linear(1024, 3 * CHUNK_ELEMENTS // 1024, bias=False)
+    build = partial(nn.Sequential, layer)
+    with attached(NVME, tmp_path, build=build, cpu_memory="96MiB") as run:
+        assert moved(run, run.model.state_dict) == (stored_bytes(run, "weight"), 0)
+        run.model[0].weight.data.view(torch.int16).view(-1).numpy()[:2] = 0x3F80
+        found = run.model.state_dict(prefix="a.")["a.0.weight"]
+        assert found.view(-1)[:2].tolist() == [1, 1]
+        assert run.model.state_dict()["0.weight"].view(-1)[:2].tolist() == [1, 1]
 
 
 def test_states_are_loaded_by_one_write_a_chunk_and_no_read(run: Run) -> None:

@@ -438,18 +438,20 @@ class Engine:
 
     def saved(self, unit: int, index: int) -> torch.Tensor:
         """What `state_dict()` has of a parameter: a copy in CPU memory, of what is here."""
-        if self.ranks is None:
-            return self.wrapped(unit, index, self.values_of(unit, index).cpu())
-        parameter = self.units[unit].parameters[index]
-        found: torch.Tensor = parameter.detach().to("cpu", copy=True)
-        return found
+        if self.ranks is not None or self.units[unit].weights is not None:
+            parameter = self.units[unit].parameters[index]
+            found: torch.Tensor = parameter.detach().to("cpu", copy=True)
+            return found
+        with self.call(WHOLE_STATE):
+            copy = self.snapshots.take_copy(Key("weight", unit, index))
+        return self.wrapped(unit, index, copy)
 
     @entry
-    def boundary(self) -> None:
-        """Take over the edits of all snapshots, between two passes."""
+    def boundary(self, unit: int | None = None) -> None:
+        """Take over the edits of all snapshots, or of one unit's, between two passes."""
         with self.call():
             if not in_backward() and not self.forward.running:
-                self.snapshots.boundary()
+                self.snapshots.boundary(unit)
 
     @entry
     def _lend_gradient(self, key: Key) -> Any:

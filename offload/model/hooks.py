@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -93,7 +93,7 @@ class Hooks:
                 keep(register(Hook(self._copy_weights, own)))
             if own or module is model:
                 saving: Any = module.register_state_dict_pre_hook
-                keep(saving(Hook(_before_state_dict, engine)))
+                keep(saving(Hook(_before_state_dict, engine, {u for u, _ in own.values()})))
 
     @entry
     def _copy_weights(
@@ -322,11 +322,14 @@ def _refuse_lost_autocast(model: nn.Module) -> None:
 # -- state_dict ----------------------------------------------------------------------------------
 
 
-def _before_state_dict(engine: Engine, module: nn.Module, prefix: str, *_: object) -> None:
+def _before_state_dict(
+    engine: Engine, own: Iterable[int], module: nn.Module, prefix: str, *_: object
+) -> None:
     """Take over edits, and refuse copies for which there is no memory."""
-    if prefix:  # Of a submodule, inside a call of the user's.
+    for unit in own if prefix else [None]:
+        engine.boundary(unit)
+    if prefix:  # Of a submodule, likely inside a call of the user's.
         return
-    engine.boundary()
     streamed = ActiveParameter, OffloadedParameter
     needed = sum(one.nbytes for one in module.parameters() if isinstance(one, streamed))
     if (ranks := engine.plan.profile.sharding.ranks) > 1:  # Each copies what it has.

@@ -34,6 +34,7 @@ from offload.planning.tiers import format_bytes
 from offload.program.ops import Lane, Value
 from offload.runtime.memory import host_tensor, mapped
 from offload.runtime.runner import ChunkCache, Runner
+from offload.runtime.torch_internals import version
 
 
 class Key(NamedTuple):
@@ -166,6 +167,15 @@ class Snapshots:
             self._runner.copy_now(part, self._chunks.read(value)[at : at + part.numel()])
         self._runner.drain()  # Before other streams look at it, or a lane writes home.
         return out
+
+    def take_copy(self, key: Key) -> torch.Tensor:
+        """A copy in CPU memory of a value, of which torch itself has just taken a snapshot."""
+        one = self._opened(key)
+        copy = one.memory.to("cpu", copy=True)
+        if version(one.tensor()) == 0:  # What torch has of it is dropped, and nobody else has any.
+            one.edited = False
+        self.boundary(key.unit)
+        return copy
 
     def drop(self, key: Key) -> None:
         """The value is another: edits of its snapshot no longer count."""
