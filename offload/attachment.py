@@ -7,7 +7,7 @@ import os
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import methodcaller
 from typing import Any
@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from aio.system import is_memory
-from offload.checkpoint.commits import RunDirectory, run_directory
+from offload.checkpoint.commits import RunDirectory, held_bytes, run_directory
 from offload.checkpoint.durable import Commits
 from offload.checkpoint.exporting import SavePretrained, writer_of
 from offload.checkpoint.saving import chunks_of, fill
@@ -148,8 +148,14 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Co
 
 
 def _machine(device: Device, config: Config, group: Any) -> Machine:
-    """What there is, on every rank of a group."""
-    found = partial(probe, config.nvme_path, device_free_bytes=device.free_bytes())
+    """What there is, on every rank of a group, with what a run that goes on has already."""
+
+    def found() -> Machine:
+        paths, durable = config.nvme_path, config.durable
+        made = probe(paths, device_free_bytes=device.free_bytes())
+        held = 0 if durable is None else held_bytes(durable, group, paths)
+        return replace(made, nvme_bytes=made.nvme_bytes + held)
+
     return found() if group is None else group.least(group.all_or_none(found))  # type: ignore
 
 

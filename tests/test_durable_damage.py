@@ -23,6 +23,7 @@ import aio
 import offload
 from offload.checkpoint import commits
 from offload.checkpoint.commit_reader import CommitReader, PartReader, read_commit, record_files
+from offload.planning import machine
 from offload.runtime.entry import EngineError
 from tests.command import run as run_command
 from tests.forked import fork, wait
@@ -191,6 +192,16 @@ def test_a_bit_flipped_on_nvme_is_found_in_the_first_step(kind: str, tmp_path: P
         steps(run, 1)
         run.engine.settle()
     assert read_commit(str(tmp_path / "run"))[0] == commit
+
+
+def test_a_run_goes_on_on_a_drive_that_its_records_fill(tmp_path: Path, monkeypatch: Any) -> None:
+    with durable(NVME, tmp_path) as run:
+        steps(run, 2)
+    monkeypatch.setattr(machine, "nvme_free_bytes", lambda *_: 0)
+    with durable(NVME, tmp_path) as run:
+        assert run.engine.resumed[0] == 2
+    with pytest.raises(offload.BudgetError, match="0 B is free"), durable(NVME, tmp_path / "b"):
+        pass
 
 
 @pytest.mark.parametrize("placement", [CPU, ("cpu", "cpu", "nvme"), NVME])

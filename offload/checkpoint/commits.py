@@ -355,6 +355,17 @@ def run_directory(path: str, group: Any, *, resume: bool) -> RunDirectory:
     return RankDirectory(path, group, resume=resume)
 
 
+def held_bytes(path: str, group: Any, folders: Iterable[str]) -> int:
+    """What the records of this process that it may go on from take in `folders`, of which no more
+    is asked then; 0 where there are none."""
+    path = os.path.abspath(path if group is None else os.path.join(path, f"{RANK}{group.rank}"))
+    asked = set(map(os.path.abspath, folders))
+    with contextlib.suppress(OSError, ValueError):  # Told where it is opened.
+        files = record_files(path, read_commit(path)[1])
+        return sum(os.stat(one).st_blocks * 512 for one in files if os.path.dirname(one) in asked)
+    return 0
+
+
 class Made(NamedTuple):
     """A commit that a rank has made of its part."""
 
