@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import errno
-import itertools
 import os
 import pickle
 import threading
@@ -280,10 +279,12 @@ def test_memory_is_given_back_whatever_fails_at_the_end(
 
 def test_sleep_waits_for_a_copy_into_a_slot(tmp_path: Path) -> None:
     """Of a unit whose turn never came: nothing at home waits for it, and its slot goes."""
-    go_on, held, copies = threading.Event(), threading.Event(), itertools.count()
+    go_on, held, copied = threading.Event(), threading.Event(), threading.Event()
 
     def slowly(op: Op, since: float) -> float:
-        if op.lane is Lane.H2D and next(copies):
+        if op.lane is Lane.H2D and op.value.unit == 0:
+            copied.set()  # What the embedding waits for: reads before it may end in any order.
+        elif op.lane is Lane.H2D and copied.is_set():
             held.set()
             go_on.wait(timeout=30)
         return since
