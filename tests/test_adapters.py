@@ -17,14 +17,13 @@ import offload
 from offload.runtime.runner import Runner
 from tests.pretrained import INPUTS, llama, loaded, saved
 from tests.small import config
-from tests.training import same_bits
+from tests.training import needs, same_bits
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 transformers: Any = pytest.importorskip("transformers")
-peft: Any = pytest.importorskip("peft")
-
 pytestmark = [
+    needs("peft"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::UserWarning"),
@@ -34,6 +33,8 @@ NVME = ("nvme", "nvme", "nvme")
 
 
 def with_lora(model: Any, **options: Any) -> Any:
+    import peft
+
     torch.manual_seed(9)
     options = {"target_modules": ["q_proj", "v_proj"], "r": 4, **options}
     return peft.get_peft_model(model, peft.LoraConfig(**options))
@@ -88,6 +89,8 @@ def base(tmp_path: Path) -> Path:
 
 
 def test_an_adapter_on_a_streamed_base_is_saved_alone(base: Path, tmp_path: Path) -> None:
+    from peft import PeftModel
+
     plain = with_lora(transformers.AutoModelForCausalLM.from_pretrained(base)).train()
     losses = some_steps(plain, adamw(plain))
     model, optimizer = streamed(base, tmp_path)
@@ -107,20 +110,22 @@ def test_an_adapter_on_a_streamed_base_is_saved_alone(base: Path, tmp_path: Path
     expected = logits(model)
     optimizer.engine.close()
     alone = transformers.AutoModelForCausalLM.from_pretrained(base)
-    alone = peft.PeftModel.from_pretrained(alone, tmp_path / "adapter")
+    alone = PeftModel.from_pretrained(alone, tmp_path / "adapter")
     assert same_bits(logits(alone), expected)
     model, optimizer = streamed(  # And on a base that is streamed, too.
         base,
         tmp_path,
-        lambda one: peft.PeftModel.from_pretrained(one, tmp_path / "adapter", is_trainable=True),
+        lambda one: PeftModel.from_pretrained(one, tmp_path / "adapter", is_trainable=True),
     )
     assert same_bits(logits(model), expected)
     optimizer.engine.close()
 
 
 def test_an_adapter_of_transformers_own_and_modules_to_save(base: Path, tmp_path: Path) -> None:
+    from peft import LoraConfig
+
     model = transformers.AutoModelForCausalLM.from_pretrained(base)
-    model.add_adapter(peft.LoraConfig(target_modules=["q_proj"]))
+    model.add_adapter(LoraConfig(target_modules=["q_proj"]))
     model, _ = offload.attach(model, None, config(NVME, tmp_path))
     with counted() as read:
         model.save_pretrained(tmp_path / "adapter")
@@ -141,6 +146,8 @@ def test_an_adapter_of_transformers_own_and_modules_to_save(base: Path, tmp_path
 
 
 def test_what_layers_share_is_saved_under_each_name(base: Path, tmp_path: Path) -> None:
+    import peft
+
     model = transformers.AutoModelForCausalLM.from_pretrained(base)
     model = peft.get_peft_model(model, peft.VeraConfig(r=2, target_modules=["q_proj"]))
     model.save_pretrained(tmp_path / "plain")

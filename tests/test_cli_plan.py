@@ -126,7 +126,7 @@ def test_a_folder_of_hugging_face_is_planned_as_attach_would_cut_it(
 
 
 def test_more_nodes_and_faster_ones_train_more_tokens(capsys: Any) -> None:
-    arguments = ("--model", "30b", "--machine", "dgx-a100", "--batch", "2")
+    arguments = ("--model", "7b", "--machine", "dgx-a100", "--batch", "2")
     few, more, clipped, flat = (
         found(capsys, *arguments, *others)
         for others in (
@@ -191,6 +191,7 @@ def test_what_a_refusal_says_would_do_does(capsys: Any) -> None:
     capsys.readouterr()
 
 
+@pytest.mark.slow
 def test_a_trillion_parameters_on_1024_gpus_take_seconds(capsys: Any) -> None:
     """Some six of one core; the bound is for a busy machine, and finds what is quadratic."""
     began = time.process_time()

@@ -26,8 +26,10 @@ WITHIN_S = {"attaches": 0.15, "begins": 0.02, "saves": 0.02, "ends": 0.03, "": 0
 """What is to be under way, and the longest time after it has begun; anything, from the start."""
 
 
-def killed(placement: Any, path: Path, loop: Loop, told: Told, draw: random.Random) -> Told:
-    """Run a child and kill it at some moment: what is known then."""
+def killed(
+    placement: Any, path: Path, loop: Loop, told: Told, draw: random.Random, *, spared: bool
+) -> Told:
+    """Run a child and kill it at some moment, unless it is `spared`: what is known then."""
     what = draw.choice([*WITHIN_S])
     stop = (
         draw.randrange(min(told.committed, loop.steps - 1), loop.steps)
@@ -35,7 +37,7 @@ def killed(placement: Any, path: Path, loop: Loop, told: Told, draw: random.Rand
         else 0
     )
     child = started(partial(program, placement, path, loop))
-    alive = True
+    alive = not spared
     for line in lines(child):
         told = told.after(line)
         if alive and line[0] == (what or "attaches") and int(line[1]) >= stop:
@@ -47,12 +49,16 @@ def killed(placement: Any, path: Path, loop: Loop, told: Told, draw: random.Rand
     return told.checked(path, loop)
 
 
-def run_of_kills(seed: int, path: Path, steps: int = 16) -> Counter[str]:
-    """A run that is killed until it comes to its end: how often, by what it had told last."""
+def run_of_kills(seed: int, path: Path, steps: int = 16, most: int = 100) -> Counter[str]:
+    """A run that is killed until it comes to its end: how often, by what it had told last.
+
+    Not more than so often: on a busy machine most die before they have begun.
+    """
     draw, told, kills = random.Random(seed), Told(), Counter[str]()
     loop = draw.choice(LOOPS)._replace(steps=steps)
     while not told.digest:
-        told = killed(draw.choice(PLACES), path, loop, told, draw)
+        spared = kills.total() >= most
+        told = killed(draw.choice(PLACES), path, loop, told, draw, spared=spared)
         kills[told.now] += not told.digest
     assert told.digest == whole(loop).digest
     assert told_by(partial(from_save, draw.choice(PLACES[:2]), path, loop))[-1][1] == told.digest
@@ -66,7 +72,7 @@ RUNS = int(os.environ.get("DURABLE_RUNS", "30"))
 
 @pytest.mark.parametrize("seed", some_fast(range(RUNS)))
 def test_a_killed_run_ends_as_one_that_was_never_killed(seed: int, tmp_path: Path) -> None:
-    assert run_of_kills(seed, tmp_path, 16 if seed else 4).total() >= 0
+    assert run_of_kills(seed, tmp_path, *((16,) if seed else (4, 4))).total() >= 0
 
 
 def main(wanted: int, seed: int) -> None:

@@ -118,7 +118,7 @@ def trained(loop: Callable[[Run, int], None], placement: Any, path: Path, **opti
             sum_squares(*args)
 
         updates.sum_squares = counted
-        for number in range(5):
+        for number in range(4):
             loop(run, number)
             norms.append(run.optimizer.grad_norm())  # type: ignore[attr-defined]
         return norms, result_of(run), early

@@ -50,7 +50,7 @@ def sweep(library: Path, run: str, every: int, path: Path, backend: str) -> list
 def test_a_run_goes_on_from_its_commit_after_a_call_has_failed(
     library: Path, tmp_path: Path
 ) -> None:
-    assert len(sweep(library, "nvme, resumed", 150, tmp_path, "threads")) > 1
+    assert len(sweep(library, "nvme, resumed", 200, tmp_path, "threads")) > 1
 
 
 @pytest.mark.slow

@@ -238,7 +238,7 @@ WAYS = [
 @pytest.mark.parametrize(("model", "way"), in_turn(MODELS, WAYS))
 def test_the_bits_of_plain_torch(model: str, way: tuple[str, str], tmp_path: Path) -> None:
     loop, place = way
-    options = fp32(build=MODELS[model], steps=4)
+    options = fp32(build=MODELS[model], steps=3)
     as_in_plain_torch(partial(fused, LOOPS[loop]), PLACES[place], tmp_path, **options)
 
 
@@ -404,7 +404,7 @@ def test_units_are_fused_as_far_as_the_budgets_allow(
     """And more memory never makes it cost more."""
     given: dict[str, Any] = {"nvme_path": "unused", "cpu_memory": "1GiB", **forced}
     counts, costs = [], []
-    for kib in range(0, 2048, 64):
+    for kib in range(0, 2048, 128):
         budget = {**given, "device_memory": kib << 10}
         with monkeypatch.context() as patched:
             patched.setattr(profile, "FUSED_BYTES_MAX", 0)

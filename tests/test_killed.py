@@ -13,13 +13,11 @@ import torch
 
 import offload
 from tests.killing import BUDGETS, SIZE, STEPS, TRAINERS
-from tests.training import same_bits
-
-transformers: Any = pytest.importorskip("transformers")
-pytest.importorskip("lightning")
+from tests.training import needs, same_bits
 
 pytestmark = [
     pytest.mark.slow,
+    needs("transformers", "lightning"),
     pytest.mark.filterwarnings("ignore::UserWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -37,6 +35,8 @@ def logits(model: Any) -> torch.Tensor:
 def test_a_run_that_was_killed_goes_on_and_its_export_has_its_logits(
     name: str, tmp_path: Path
 ) -> None:
+    import transformers
+
     torch.manual_seed(2)
     base, out, whole = tmp_path / "base", tmp_path / "killed", tmp_path / "whole"
     plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZE))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import offload
 from tests.ranks import How, World, digest, values_of, world_of
 from tests.ranks_jobs import _attached
-from tests.training import some_fast
+from tests.training import some_fast, some_rows_fast
 
 two = world_of(2)
 
@@ -92,10 +92,12 @@ def leaves_out(rank: int, ranks: int, how: How, patterns: list[str]) -> list[tor
     return found
 
 
-@pytest.mark.parametrize("gradients", some_fast(["device", "cpu"]))
-def test_blocks_that_some_micro_batches_leave_out(two: World, gradients: str) -> None:
+@pytest.mark.parametrize(
+    ("gradients", "more"), some_rows_fast([("device", 2), ("device", 9), ("cpu", 9)])
+)
+def test_blocks_that_some_micro_batches_leave_out(two: World, gradients: str, more: int) -> None:
     chance = random.Random(0)
-    patterns = [LEAVES_OUT, *("".join(chance.choices("-o2", k=8)) for _ in range(9))]
+    patterns = [LEAVES_OUT, *("".join(chance.choices("-o2", k=8)) for _ in range(more))]
     how = How("plain", torch.float32, config={"gradients": gradients, "shard": 3, "reduce": "sum"})
     for found in two.run(f"{__name__}.leaves_out", how, patterns):
         assert all(map(torch.equal, found, leaves_out(0, 1, how, patterns)))

@@ -11,13 +11,11 @@ import torch
 
 from tests.ranks import Failed, How, Trained, World, joined, worlds_of
 from tests.ranks_trainers import MICRO, SIZE, STEPS
-from tests.training import same_bits
-
-transformers: Any = pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
+from tests.training import needs, same_bits
 
 pytestmark = [
     pytest.mark.slow,
+    needs("transformers", "accelerate"),
     pytest.mark.filterwarnings("ignore::UserWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -98,8 +96,10 @@ def test_the_trainer_trains_as_one_process_and_exports(
         assert len(values) == STEPS
         assert logged(two[0])[name] == logged(two[1])[name] == pytest.approx(values, rel=1e-5)
     assert two[0]["eval"] == pytest.approx(one[0]["eval"], rel=1e-5)
+    from transformers import LlamaForCausalLM
+
     for folder in ("last", f"checkpoint-{STEPS}"):
-        read = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "2" / folder)
+        read = LlamaForCausalLM.from_pretrained(tmp_path / "2" / folder)
         wanted = every(one)
         for name, value in read.state_dict().items():
             assert same_bits(value.view(-1), wanted[name]), name
@@ -153,6 +153,8 @@ def test_an_adapter_on_a_pretrained_base(
 ) -> None:
     """A rank may have nothing of a small unit, and reads it all the same."""
     peft: Any = pytest.importorskip("peft")
+    import transformers
+
     torch.manual_seed(4)
     base, folder = tmp_path / "base", tmp_path / "adapter"
     plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZE))

@@ -181,8 +181,8 @@ def two_steps(
 @pytest.mark.parametrize(
     ("placement", "stays", "share"),
     [
-        (("cpu", "cpu", "cpu"), False, 53),
-        (OFFLOADED, True, 53),
+        (("cpu", "cpu", "cpu"), False, 101),
+        (OFFLOADED, True, 101),
         pytest.param(("cpu", "cpu", "cpu"), False, 11, marks=pytest.mark.slow),
         pytest.param(OFFLOADED, True, 11, marks=pytest.mark.slow),
         pytest.param(("cpu", "cpu", "cpu"), True, 1, marks=pytest.mark.slow),

@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -37,6 +38,12 @@ def some_fast(values: Iterable[Any], *, fast: int = 1) -> list[Any]:
     """Parameters of a test: the first ones in the fast tier, the others in the slow one."""
     first, others = list(values)[:fast], list(values)[fast:]
     return [*first, *(pytest.param(one, marks=pytest.mark.slow) for one in others)]
+
+
+def needs(*packages: str) -> pytest.MarkDecorator:
+    """For tests that import these themselves: else each process that collects them would."""
+    lacking = [one for one in packages if find_spec(one) is None]
+    return pytest.mark.skipif(bool(lacking), reason=f"without {', '.join(lacking)}")
 
 
 def some_rows_fast(rows: Iterable[tuple[Any, ...]], *, fast: int = 1) -> list[Any]:
