@@ -6,6 +6,7 @@ import errno
 import os
 import re
 from collections.abc import Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -114,7 +115,8 @@ def test_drives_are_through_at_one_time(speeds: tuple[float, ...]) -> None:
             patch.setattr(
                 aio, "open_backend", lambda *_, turns=turns, **__: aio.ThreadBackend(1, next(turns))
             )
-            with Store(names, layout, unit_bytes=64 << 10, speeds=measured(weights)) as store:
+            speeds_seen = measured(weights)
+            with closing(Store(names, layout, unit_bytes=64 << 10, speeds=speeds_seen)) as store:
                 store.write("state", "u", aligned_tensor(16 << 20, 1), 1)
         ideal = (16 << 20) / sum(speeds)
         if weights:
@@ -170,7 +172,7 @@ def over(drives: int, layout: FileLayout, io: Any, unit_bytes: int = BLOCK_BYTES
 
 def test_a_flipped_bit_names_the_drives_of_its_chunk() -> None:
     io = MemoryIO()
-    with over(3, LAYOUT, io) as store:
+    with closing(over(3, LAYOUT, io)) as store:
         sizes = LAYOUT["weight", "a"]
         data = aligned_tensor(sum(sizes), 1)
         store.write("weight", "a", data, 1)
@@ -181,6 +183,6 @@ def test_a_flipped_bit_names_the_drives_of_its_chunk() -> None:
         with pytest.raises(OSError, match=r"chunk 1 of weight of 'a'.*mismatch") as caught:
             store.read("weight", "a", data)
         assert caught.value.filename == store.volume.path
-    with over(3, LAYOUT, io, unit_bytes=1 << 20) as store:
+    with closing(over(3, LAYOUT, io, unit_bytes=1 << 20)) as store:
         assert len(store.volume.files) == 1
         assert np.all([file.path.startswith("/drive0") for file in store.volume.files])
