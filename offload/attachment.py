@@ -172,7 +172,7 @@ def _go_on(model: nn.Module, optimizer: Optimizer, directory: RunDirectory, conf
         commits = Commits(model, optimizer, directory, config.commit_every)
         commits.resume(model)
     except BaseException:
-        with suppress(RuntimeError):  # Half of the values are there.
+        with suppress(RuntimeError, ValueError):  # Half of the values are there.
             detach(model)
         engine.close()
         raise
@@ -460,7 +460,10 @@ class _Attaching:
         made: list[Sequence[torch.Tensor]] = [unit.parameters for unit in self._units]
         for index in self.plan.residents:
             made[index] = [self.device.empty(p.shape, p.dtype).zero_() for p in made[index]]
-        fill(runner, (one._replace(state=None) for one in chunks_of(self.plan)), made, values)
+        chunks, name_of = chunks_of(self.plan), self.plan.profile.name_of
+        if self.directory is not None and self.directory.commit is not None:  # It has the others.
+            chunks = (one for one in chunks if any(name_of(x) in there for x in one.pieces))
+        fill(runner, (one._replace(state=None) for one in chunks), made, values)
         self.device.drain()
         for unit in self._units:  # Last: what fails loses no value.
             for parameter, value in zip(unit.parameters, made[unit.index]):

@@ -421,3 +421,33 @@ def test_loading_and_exporting_take_a_window_beside_the_budgets(tmp_path: Path) 
     assert max(peaks) < 128 << 20, peaks
     files = (tmp_path / "export").glob("*.safetensors")
     assert sum(one.stat().st_size for one in files) > size
+
+
+@pytest.mark.parametrize("placement", [RESIDENT, MIXED])
+def test_a_run_that_goes_on_reads_no_weights_of_the_folder(
+    placement: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, plain, found = saved(llama(), tmp_path / "base"), pretrained._Source.values, []
+    given = config(placement, tmp_path, durable=str(tmp_path / "run"))
+    for resumed in (None, (1, None)):
+        names: list[str] = []
+
+        def values(self: Any, prefix: str, name: str, *part: int, to: Any = names) -> torch.Tensor:
+            to.append(name)
+            return plain(self, prefix, name, *part)
+
+        monkeypatch.setattr(pretrained._Source, "values", values)
+        model, optimizer = offload.from_pretrained(
+            transformers.LlamaForCausalLM,
+            folder,
+            given,
+            optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2),
+        )
+        assert (optimizer.engine.resumed, bool(names)) == (resumed, resumed is None)
+        if resumed is None:
+            model(input_ids=INPUTS, labels=INPUTS).loss.backward()
+            optimizer.step()
+        with torch.no_grad():
+            found.append(model(input_ids=INPUTS).logits)
+        optimizer.engine.close()
+    assert same_bits(*found)
