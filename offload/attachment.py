@@ -151,10 +151,9 @@ def _machine(device: Device, config: Config, group: Any) -> Machine:
     """What there is, on every rank of a group, with what a run that goes on has already."""
 
     def found() -> Machine:
-        paths, durable = config.nvme_path, config.durable
-        made = probe(paths, device_free_bytes=device.free_bytes())
-        held = 0 if durable is None else held_bytes(durable, group, paths)
-        return replace(made, nvme_bytes=made.nvme_bytes + held)
+        made = probe(config.nvme_path, device_free_bytes=device.free_bytes())
+        held = config.durable and held_bytes(config.durable, group, config.nvme_path)
+        return replace(made, nvme_bytes=made.nvme_bytes + (held or 0))
 
     return found() if group is None else group.least(group.all_or_none(found))  # type: ignore
 

@@ -204,7 +204,8 @@ class Runner:
             self.on_failure(self._failure)
             raise EngineError(
                 f"a lane of the offload engine failed: {self._failure}. The weights in memory "
-                "are not those of a finished step; start again from the last checkpoint"
+                "are not those of a finished step. Mend that, and go on from the last checkpoint; "
+                "the same program goes on from the last commit of a durable run"
             ) from self._failure
 
     def fail(self, error: BaseException) -> None:
