@@ -27,9 +27,9 @@ import offload
 from cpu_adam import crc32c
 from offload.parallel import local
 from offload.parallel.flat_shard import FlatShard
-from tests.ranks_begin import begin
 
-SPAWN = multiprocessing.get_context("spawn")
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["tests.ranks"])  # Torch, too, whose import takes seconds.
 PATIENCE_S = 60
 
 
@@ -54,9 +54,9 @@ class World:
     def _start(self) -> None:
         store = str(self._directory / f"store-{time.monotonic_ns()}")
         for rank in range(self.ranks):
-            mine, other = SPAWN.Pipe()
+            mine, other = CONTEXT.Pipe()
             args = rank, self.ranks, store, other, *self._how
-            one = SPAWN.Process(target=begin, args=args, daemon=True)
+            one = CONTEXT.Process(target=serve, args=args, daemon=True)
             one.start()
             other.close()
             self._pipes.append(mine)
@@ -149,6 +149,7 @@ def serve(
     other: tuple[str, str] | None,
     backend: str,
 ) -> None:
+    gc.disable()  # Nothing of what is imported is garbage.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
