@@ -98,7 +98,7 @@ def os_error(
     if code == errno.ETIMEDOUT:  # Of a drive, with the same cause; no TimeoutError of a wait.
         code = errno.EIO
     if code in _OUT_OF_SPACE and free is not None:
-        found += f" ({free} bytes are free)"
+        found += f" ({free:,} bytes are free)"
     cause, attempt = _ADVICE.get(code, _NO_ADVICE) if why is None else why
     return OSError(code, f"{asked} failed: {found}; likely {cause}; {attempt}", path)
 

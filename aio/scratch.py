@@ -65,23 +65,28 @@ def open_file(path: str | os.PathLike[str], bytes: int, backend: Backend) -> Fil
     backend.check_process()
     io, path = backend.io, os.path.abspath(os.fspath(path))
     size = -(-bytes // ALIGN_BYTES) * ALIGN_BYTES
-    with naming(f"file of {size} bytes", path):
+    with naming(asked_file(size, path), path):
         fd = io.open(path, _THERE, 0)
         try:
             if os.fstat(fd).st_size != size:
                 raise OSError(errno.EIO, f"it has {os.fstat(fd).st_size} bytes")
             align, notice = turn_direct_on(io, fd, writing=False)
-            notice = _join(os.path.dirname(path), None, notice, False)
+            notice = _join(path, None, notice, False)
         except BaseException:
             io.close(fd)
             raise
     return File(backend, fd, path, size, align is not None, notice, align or (1, 1))
 
 
+def asked_file(bytes: int, name: str | None) -> str:
+    """How errors call a file that is asked for; one without a name is scratch."""
+    return f"{'scratch ' if name is None else ''}file of {bytes:,} bytes"
+
+
 def _create(folder: str, name: str | None, bytes: int, backend: Backend) -> File:
     backend.check_process()
     size = -(-bytes // ALIGN_BYTES) * ALIGN_BYTES
-    asked = f"{'scratch ' if name is None else ''}file of {size} bytes"
+    asked = asked_file(size, name)
     io, path = backend.io, os.path.join(folder, name or "(unnamed scratch file)")
     with naming(asked, folder, io):
         fd = _open_unnamed(io, folder) if name is None else io.open(path, _NEW, 0o600)
@@ -90,7 +95,7 @@ def _create(folder: str, name: str | None, bytes: int, backend: Backend) -> File
             copying = _write_in_place(io, fd)
             filled = _reserve(io, fd, size)
             align, notice = turn_direct_on(io, fd, writing=True)
-        notice = _join(folder, copying, notice, filled)
+        notice = _join(path if name else f"the scratch file in {folder}", copying, notice, filled)
         direct = align is not None
         file = File(backend, fd, path, size, direct, notice, align or (1, 1))
         file.filled = filled
@@ -207,10 +212,10 @@ def _buffered(why: str) -> tuple[None, str]:
     return None, f"{why}: transfers are buffered and take memory of the page cache"
 
 
-def _join(folder: str, copying: str | None, notice: str | None, filled: bool) -> str | None:
+def _join(file: str, copying: str | None, notice: str | None, filled: bool) -> str | None:
     parts = [] if copying is None else [copying]
     if notice is not None:
         parts.append(notice)
     if filled:
         parts.append("is on a file system that cannot reserve space: zeros were written instead")
-    return f"the scratch file in {folder} {' and '.join(parts)}." if parts else None
+    return f"{file} {' and '.join(parts)}." if parts else None

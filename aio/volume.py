@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 from aio.errors import naming, os_error
 from aio.file import Backend, File
 from aio.region import Region
-from aio.scratch import create_file, create_scratch, open_file
+from aio.scratch import asked_file, create_file, create_scratch, open_file
 from aio.system import ALIGN_BYTES
 from aio.transfer import JointTicket, Part, Ticket, asked, wait_all
 
@@ -301,7 +301,7 @@ def create_volume(
             backends.append(open_backend())
             opened.callback(backends[-1].close)
             if not there:
-                _check_room(backends[-1], folders[one], layout.bytes_on(drive, size))
+                _check_room(backends[-1], folders[one], layout.bytes_on(drive, size), name)
         files = []
         for drive, one in enumerate(used):
             count = layout.bytes_on(drive, size)
@@ -327,12 +327,12 @@ def _whole(bytes: int) -> int:
     return -(-bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
-def _check_room(backend: Backend, folder: Directory, share: int) -> None:
+def _check_room(backend: Backend, folder: Directory, share: int, name: str | None) -> None:
     """Refuses a full drive before the space of another is taken."""
     path = os.path.abspath(os.fspath(folder))
     free = backend.io.free_bytes(path)
     if free is not None and share > free:
-        raise os_error(errno.ENOSPC, f"scratch file of {share} bytes", path, free=free)
+        raise os_error(errno.ENOSPC, asked_file(share, name), path, free=free)
 
 
 def _listed(paths: Iterable[str]) -> str:

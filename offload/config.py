@@ -162,6 +162,12 @@ class Config:
                 "Config asks for the nvme tier but nvme_path is empty: give a directory on a local "
                 "drive, nvme_path='/mnt/nvme'"
             )
+        if self.durable is None and (self.commit_every is not None or not self.resume):
+            name = "resume" if self.commit_every is None else "commit_every"
+            raise ValueError(
+                f"Config.{name}={getattr(self, name)} is of a durable run, and none is asked for: "
+                "give its directory, Config(durable='run')"
+            )
 
     @classmethod
     def from_deepspeed(

@@ -18,15 +18,12 @@ from offload.planning.machine import cache_path, replace_file
 
 FORMAT, VERSION = "offload run", 6
 
-KEPT_MAX = 5
-"""Runs that are kept in the user's cache."""
-
 MODEL, ENGINE, OTHER = "model", "engine", "other"
 """Parts of a step beside waiting: the user's forward and backward; the engine's calls in the user's
 thread; and what remains (data, loss, Python). Where the engine does not see all forward and
 backward (see `Run.sees_model`) the remainder counts as MODEL."""
 
-LANES = (MODEL, ENGINE, "compute", "h2d", "d2h", "cpu", "disk")
+LANES = (MODEL, ENGINE, "compute", "comm", "h2d", "d2h", "cpu", "disk")
 """Lanes of spans, in the order in which they are shown."""
 
 Interval = tuple[float, float]
@@ -89,7 +86,7 @@ class Run:
     residents: int
     """Units that live on the device."""
     versions: Mapping[str, str]
-    """Of offload, torch and Python."""
+    """Of torch and Python."""
     steps: int
     """Taken in all, those before a resume too."""
     homes: Sequence[tuple[str, str, int]]
@@ -116,28 +113,10 @@ class Run:
         return self.device_is_host and not self.residents
 
 
-def folder() -> Path:
-    """Where `keep` saves runs. Raises OSError where this user has no cache."""
-    return cache_path("runs")
-
-
-def kept() -> list[Path]:
-    """The files of kept runs, the last one first. Raises OSError where there is no cache."""
-    runs = (path for path in folder().glob("*.json") if path.suffixes == [".json"])
-    return sorted(runs, key=lambda path: path.stem, reverse=True)
-
-
-def keep(run: Run) -> Path:
-    """Saves a run in the user's cache, deletes the oldest ones there, and returns its file. Raises
-    OSError where the cache cannot be written."""
-    name = run.made.replace("T", "-").replace(":", "")
-    same = sum(one.stem.startswith(name) for one in kept())
-    path = folder() / f"{name}{f'-{same + 1}' if same else ''}.json"
-    save(run, path)
-    for old in kept()[KEPT_MAX:]:
-        for ending in (".json", ".html"):
-            old.with_suffix(ending).unlink(missing_ok=True)
-    return path
+def last() -> Path:
+    """The file in which `offload train` leaves its last run, in the user's cache. Raises OSError
+    where there is none."""
+    return cache_path("run.json")
 
 
 def save(run: Run, path: str | os.PathLike[str]) -> None:
@@ -159,7 +138,7 @@ def load(path: str | os.PathLike[str]) -> Run:
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise ValueError(
             f"{path} is not a run that this release can show: likely another kind of file, a "
-            "damaged one, or a run of another release; see offload report --list, or train again"
+            "damaged one, or a run of another release: train again"
         ) from None
 
 

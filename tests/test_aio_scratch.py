@@ -85,7 +85,7 @@ def test_bad_directories(tmp_path):
             scratch(pool, BLOCK, plain)
     for code, kind in ((errno.EACCES, PermissionError), (errno.EROFS, OSError)):
         with aio.ThreadBackend(1, SimulatedIO(0, errors={1: code})) as pool:
-            with pytest.raises(kind, match=r"scratch file of 4096 bytes failed.*give") as caught:
+            with pytest.raises(kind, match=r"scratch file of 4,096 bytes failed.*give") as caught:
                 scratch(pool, BLOCK, tmp_path)
             assert caught.value.errno == code
             assert caught.value.filename == str(tmp_path)
@@ -101,7 +101,7 @@ def test_unwritable_directory(tmp_path):
 def test_no_space(tmp_path):
     io = MemoryIO(capacity_bytes=10 * BLOCK)
     with aio.ThreadBackend(1, io) as pool:
-        with pytest.raises(OSError, match=r"45056 bytes failed.*40960 bytes are free") as caught:
+        with pytest.raises(OSError, match=r"45,056 bytes failed.*40,960 bytes are free") as caught:
             scratch(pool, 11 * BLOCK)
         assert caught.value.errno == errno.ENOSPC
         assert io.files == {}

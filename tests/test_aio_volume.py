@@ -232,7 +232,7 @@ def test_space_missing_on_one_leaves_nothing_on_the_others():
     for full in range(3):
         ios = [SimulatedIO(n, MemoryIO(BLOCK if n == full else None)) for n in range(3)]
         with pytest.raises(
-            OSError, match=r"of 8192 bytes failed.*\(4096 bytes are free\)"
+            OSError, match=r"of 8,192 bytes failed.*\(4,096 bytes are free\)"
         ) as caught:
             volume_of(ios, 6, unit_bytes=BLOCK)
         assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, f"/drive{full}")

@@ -7,11 +7,13 @@ import math
 import os
 import re
 import sys
+import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from offload.cli import EXIT_BAD_INPUT, console, data, in_flags, options, train
+from offload.cli import EXIT_BAD_INPUT, BadInput, console, data, in_flags, options, train
 from offload.cli.flags import flag
 from offload.config import Config
 from tests.command import SHORT, run
@@ -73,12 +75,27 @@ def test_nvme_without_a_path_means_the_working_directory():
     assert options.parse(["--optimizer", "cpu"]).placing.nvme_path == ()
 
 
+def test_a_run_goes_on_with_the_flags_that_it_began_with():
+    """More steps are fine, and told."""
+    engine = SimpleNamespace(resumed=None)
+    assert not list(train._go_on(options.Train(lr=0.5), engine))
+    engine.resumed = 3, engine.user_state()
+    assert not list(train._go_on(options.Train(lr=0.5), engine))
+    with warnings.catch_warnings():
+        (told,) = train._go_on(options.Train(lr=0.5, steps=9), engine)
+    assert "--steps was 120" in told
+    with pytest.raises(BadInput, match=r"--lr 0.25: run has a run with 0.5"):
+        list(train._go_on(options.parse(["--lr=0.25", "--durable", "run"]), engine))
+
+
 REFUSED_FLAGS = {
     "trian": "did you mean train?",
     "train --step 3": "--steps",
     "train --nvme-pth /tmp": "--nvme-path",
-    "train --params disk": "--params disk: it cannot be that; it takes auto, device, cpu, nvme",
-    "train --size 11m": "--size 11m: it cannot be that (did you mean 10m?); it takes 10m,",
+    "train --params disk": "disk: there is no such choice; it takes auto, device, cpu, nvme",
+    "train --resume": "--resume is of a durable run: give its directory, --durable DIR",
+    "train --commit-every 4": "--commit-every 4 is of a durable run, and none is asked for",
+    "train --size 11m": "--size 11m: there is no such choice (did you mean 10m?); it takes 10m,",
     "train --sample=-1": "--sample -1: expected 0 or more",
     "train --lr nan": "error: --lr nan: expected 0 or more",
     "convert a b": "error: a: No such file",

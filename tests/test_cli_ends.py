@@ -137,7 +137,7 @@ def test_a_run_that_fails_tells_how_far_it_came(monkeypatch, capsys, tmp_path):
     assert [record["step"] for record in steps] == [1, 2]
     assert (summary["steps"], summary["stopped_by"]) == (2, "OSError")
     assert "offload: error: OSError: [Errno 28] No space left on device: '/mnt/drive'" in shown.err
-    (trace,) = reporting.kept()
+    trace = reporting.last()
     assert len(json.loads(trace.read_text())["stepped"]) == 2
     monkeypatch.setattr(train, "_conclude", lambda *_: 1 / 0)
     assert run(*SHORT, *options) == 1

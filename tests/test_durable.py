@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
+import pickle
 import shutil
 import subprocess
 import sys
@@ -93,6 +95,24 @@ def test_a_run_goes_on_from_what_was_committed(
         go_on(run)
         steps(run, 3)
         assert_same(result_of(run), expected)
+
+
+def test_a_copy_of_the_model_commits_nothing_and_one_that_was_refused_has_no_hooks(
+    tmp_path: Path,
+) -> None:
+    with durable(RESIDENT, tmp_path, build=buffered) as run:
+        steps(run, 1)
+        copies = [copy.deepcopy(run.model), pickle.loads(pickle.dumps(run.model))]
+        steps(run, 1)
+        for one in copies:
+            one(batch(run.generator)[0]).sum().backward()
+    built: list[Any] = []
+    with (
+        pytest.raises(ValueError, match="found other tensors"),
+        durable(RESIDENT, tmp_path, build=lambda: built.append(Net(layers=4)) or built[0]),
+    ):
+        pass
+    assert not any(module._forward_pre_hooks for module in built[0].modules())
 
 
 # -- what a step is --------------------------------------------------------------------------------

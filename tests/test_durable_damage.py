@@ -229,11 +229,23 @@ def test_a_drive_that_is_full_ends_the_engine_and_leaves_the_commit(
         with monkeypatch.context() as patch:
             patch.setattr(aio.Volume, "flush", full)
             steps(run, 1)
-            with pytest.raises(EngineError, match="No space left"):
+            with pytest.raises(EngineError, match=r"No space left.*it goes on from step 2"):
                 steps(run, 2)
     with durable(CPU, tmp_path) as run:
         assert run.engine.resumed is not None
         assert run.engine.resumed[0] == 2
+
+
+def test_records_without_room_are_refused_with_their_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(aio.IO, "free_bytes", lambda *_: 4096)
+    with (
+        pytest.raises(OSError, match=r"records take .*, weights and states twice: file of") as told,
+        durable(CPU, tmp_path),
+    ):
+        pass
+    assert told.value.errno == errno.ENOSPC
 
 
 def test_another_model_or_rule_is_refused_and_nothing_changed(committed: Path) -> None:

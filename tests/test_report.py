@@ -149,9 +149,11 @@ def test_what_bounds_the_step_is_what_would_help():
     assert "lives on the device" in verdict(replace(MADE, prediction=None), idle)[-1]
 
 
-@pytest.mark.parametrize("lane", ["model", "h2d", "d2h", "cpu", "disk"])
+@pytest.mark.parametrize("lane", ["model", *(one.value for one in Lane if one != Lane.COMPUTE)])
 def test_every_lane_that_can_bound_a_step_has_advice(lane):
-    made = replace(MADE, prediction=Prediction(9.5, 0, {}, {}, {lane: 1.0}))
+    predicted = Prediction(9.5, 0, {}, {}, {lane: 1.0})
+    made = replace(MADE, prediction=predicted, waits=[Wait(lane, 16.0, 19.0)])
+    report.page(made, breakdown(made), "")
     (_, advice) = verdict(made, breakdown(made))
     assert "twice as fast would save 89% of the step" in advice
     assert "Try " in advice

@@ -37,23 +37,8 @@ def test_what_is_no_run_is_refused_in_a_sentence(text, tmp_path, capsys):
         reporting.load(path)
     assert run("report", str(path)) == 2
     told = capsys.readouterr().err
-    assert "see offload report --list" in told
+    assert "a run of another release: train again" in told
     assert told.count("\n") == 1
-
-
-def test_the_last_runs_are_kept(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert reporting.kept() == []
-    times = [MADE.made, MADE.made, *(f"2026-12-0{day}T00:00:00" for day in range(1, 6))]
-    paths = []
-    for made in times:
-        paths.append(reporting.keep(replace(MADE, made=made)))
-        paths[-1].with_suffix(".html").touch()
-    assert len(set(paths)) == len(times)
-    kept = paths[: -reporting.KEPT_MAX - 1 : -1]
-    assert reporting.kept() == kept
-    pages = [path.with_suffix(".html") for path in kept]
-    assert sorted(reporting.folder().iterdir()) == sorted([*kept, *pages])
 
 
 def test_help_is_the_same_after_an_argument(capsys):
@@ -64,45 +49,36 @@ def test_help_is_the_same_after_an_argument(capsys):
 def test_from_training_to_a_report(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert run("report") == 2
-    assert "holds no run; likely nothing was trained yet" in capsys.readouterr().err
-    assert run("report", "--list") == 0
-    assert "holds no run" in capsys.readouterr().out
+    assert (
+        "there is no such run; likely it is misspelt, or nothing was trained yet"
+        in capsys.readouterr().err
+    )
     assert run(*SHORT, "--optimizer", "cpu") == 0
     assert "note: offload report shows where the time went" in capsys.readouterr().err
     assert run("report") == 0
     shown = capsys.readouterr().out
     for told in ("a step took", "forward and backward", "Lanes, in a step", "bounds the step"):
         assert told in shown
-    (path,) = (one for one in reporting.folder().iterdir() if one.suffixes == [".json"])
-    names = {f"{path.stem}{ending}" for ending in (".json", ".html")}
-    assert {one.name for one in reporting.folder().iterdir()} == names
+    path = reporting.last()
+    assert {one.name for one in path.parent.iterdir()} == {"run.json", "run.html"}
     # Which run it is of.
     typed = " ".join(["offload", *SHORT, "--optimizer", "cpu"])
     assert shown.startswith(f"{typed}\n")
     assert f"as {path}" in shown
     assert typed in path.with_suffix(".html").read_text()
-    assert run("report", "--list", "--json") == 0
-    (listed,) = map(json.loads, capsys.readouterr().out.splitlines())
-    assert (listed["run"], listed["steps"]) == (str(path), 3)
-    assert run("report", path.stem, "--json") == 0
+    assert run("report", str(path), "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["run"], found["command"]) == (str(path), typed.split())
     assert sum(found["parts"].values()) == pytest.approx(found["step_s"])
 
 
-def test_what_a_report_refuses(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    path = reporting.keep(MADE)
+def test_what_a_report_refuses(capsys):
     for arguments, told in (
         (("a", "b"), "expected one file"),
-        (("a", "--list"), "contradicts --list"),
-        (("a",), "a: there is no such run; likely it is misspelt; try: offload report --list"),
+        (("a",), "a: there is no such run; likely it is misspelt"),
     ):
-        assert run("report", *map(str, arguments)) == 2
+        assert run("report", *arguments) == 2
         assert told in capsys.readouterr().err
-    (path.parent / "2027.json").write_text("{}")
-    assert run("report", "--list") == 0
-    assert "is not a run" in capsys.readouterr().out
 
 
 def test_a_cache_that_cannot_be_written_is_a_note(tmp_path, capsys, monkeypatch):

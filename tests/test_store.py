@@ -227,7 +227,7 @@ def test_what_a_caller_can_get_wrong():
 def test_bad_directory_and_no_space(tmp_path):
     with pytest.raises(FileNotFoundError, match="does not exist"):
         Store(tmp_path / "missing", LAYOUT)
-    with pytest.raises(OSError, match="8192 bytes are free") as caught:
+    with pytest.raises(OSError, match="8,192 bytes are free") as caught:
         Store("/simulated", LAYOUT, MemoryIO(capacity_bytes=8192))
     assert caught.value.errno == errno.ENOSPC
 

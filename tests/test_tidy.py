@@ -23,9 +23,9 @@ TEST_FILE_LINES_MAX = 500
 NATIVE_FILE_LINES_MAX = 900
 
 LINES_MAX = {
-    "offload": 20_500,
-    "offload/cli": 3_400,
-    "aio": 4_008,
+    "offload": 20_510,
+    "offload/cli": 3_370,
+    "aio": 4_014,
     "cpu_adam": 5_479,
 }
 """Python and C++ together; of offload without cli."""

@@ -58,6 +58,7 @@ from offload.checkpoint.shards import private, write_file
 from offload.config import warn_user
 from offload.planning.layout import FileLayout, Plan
 from offload.planning.machine import measured_speeds, shares_of
+from offload.planning.tiers import format_bytes
 from offload.runtime.store import Kept, Store
 
 LOCK = "lock"
@@ -171,7 +172,17 @@ class RunDirectory:
             self._layout_name = f"layout-{self._unused(_LAYOUT_FILE)}.json"
             write_checked(self._at(self._layout_name), layout)
         kept = Kept(durable_values(plan), name, homes, self.close)
-        store = Store(folders, plan.file, speeds=speeds, kept=kept)
+        try:
+            store = Store(folders, plan.file, speeds=speeds, kept=kept)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            raise OSError(
+                errno.ENOSPC,
+                f"a durable run's records take {format_bytes(bytes)}, weights and states twice: "
+                f"{error.strerror}, by nvme_path",
+                error.filename,
+            ) from error
         for folder in {self.path, *folders} if homes is None else ():
             flush(folder)
         return store

@@ -50,7 +50,7 @@ from offload.model.running import in_backward
 from offload.optim.optimizer import Optimizer
 from offload.planning.profile import Kind
 from offload.program.ops import Lane, Value
-from offload.runtime.entry import ended_by, interruptible
+from offload.runtime.entry import Hook, ended_by, interruptible
 from offload.runtime.memory import host_tensor
 from offload.runtime.runner import LOOK_AGAIN_S
 from offload.runtime.torch_internals import no_trap, version
@@ -104,13 +104,6 @@ class Commits:
         """Those of residents' weights that were written last."""
         self._alone = True
         """Whether a thread may write what the user may edit."""
-        self._handles = [
-            module.register_forward_pre_hook(self.forward_begins)
-            for unit in sorted(plan.residents)
-            for ref in self._engine.units[unit].modules
-            if (module := ref()) is not None
-        ]
-        """Of modules that no hook of the engine announces."""
         atexit.register(_call, weakref.WeakMethod(self._at_exit))
         self._thread: threading.Thread | None = None
         self._ended, self._seconds = time.monotonic(), 0.0
@@ -128,7 +121,8 @@ class Commits:
         ended, told = ended_by(), "offload: the last step is not committed:"
         if ended is not None:
             if self._engine.steps != self._closed:
-                print(told, f"{type(ended).__name__} ended the program", file=sys.stderr)
+                why = f"{type(ended).__name__} ended the program;"
+                print(told, why, self._engine.runner.remedy, file=sys.stderr)
             return
         self._alone = False  # No thread can be started now.
         try:
@@ -150,6 +144,13 @@ class Commits:
         """Take over the values of the commit, where there is one; on all ranks, or on none. One of
         another model or optimizer is refused, and nothing changed."""
         self._directory.all_or_none(partial(self._resume, model))
+        self._handles = [
+            module.register_forward_pre_hook(Hook(self.forward_begins))
+            for unit in sorted(self._engine.plan.residents)
+            for ref in self._engine.units[unit].modules
+            if (module := ref()) is not None
+        ]
+        """Of modules that no hook of the engine announces."""
         self._dropped = weakref.finalize(model, self._let_go)
         self._dropped.atexit = False
 
@@ -167,6 +168,7 @@ class Commits:
                 self._changed = set()
             take_over(engine, model, optimizer, run, sets, reader.values, lasts=lasts)
         self._closed = self._asked = run["step"]
+        self._committed(run["step"])
         self._versions = self._seen()
         if self._directory.commit is not None:  # Else of a rank that is new.
             self._restored = run, reader.commit["forward"]
@@ -340,6 +342,7 @@ class Commits:
             if self._versions == self._seen():
                 self._directory.write(run, buffers, self._store, forward=forward)
                 self._directory.made()
+                self._committed(run["step"])
             else:
                 self._changed.update(changed)
                 self._closed, self._alone = -1, False
@@ -347,6 +350,13 @@ class Commits:
             runner.fail(error)
         self._ended = time.monotonic()
         self._seconds = self._ended - since
+
+    def _committed(self, step: int) -> None:
+        which = f"step {step}" if self._engine.ranks is None else "the last step of all ranks"
+        self._engine.runner.remedy = (
+            f"start the same program again: it goes on from {which}, committed in "
+            f"{self._directory.path}"
+        )
 
     def _write(self, kind: Any, unit: int, step: int) -> None:
         """Write a value whose home is in memory, chunk by chunk."""

@@ -123,6 +123,7 @@ _TRY = {
     MODEL: "a faster device, or no recomputing of activations if there is any",
     "disk": "one more drive (nvme_path takes several); or leave more to cpu memory (auto in place "
     "of nvme, and a larger cpu_memory)",
+    "comm": "more tokens in a step (batch, micro_batches), or shard=2, which keeps whole weights",
     "cpu": "more cores for the update, or states on the device (auto, and a larger device_memory)",
     "h2d": "more tokens in a step (batch, micro_batches), or a larger device_memory",
     "d2h": "more tokens in a step (batch, micro_batches), or gradients on the device",

@@ -107,7 +107,9 @@ def _in_one_line(told: str, kind: type, command: str) -> str:
     if wrong := re.match(r"invalid choice '(.*)' for argument '(.*)'\..*?\((.*)\)", line):
         choices = [one for one in re.findall(r"'([^']*)'", wrong[3]) if one != "None"]
         close = nearest(wrong[1], choices)
-        return f"{wrong[2]} {wrong[1]}: it cannot be that{close}; it takes {', '.join(choices)}"
+        return (
+            f"{wrong[2]} {wrong[1]}: there is no such choice{close}; it takes {', '.join(choices)}"
+        )
     if line.startswith("Missing"):
         what = " and ".join(re.findall(r"(?:: |\) |')(--[\w-]+|[A-Z]+)(?=[ '])", line))
         return (

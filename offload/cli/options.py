@@ -123,7 +123,10 @@ def parse(arguments: Sequence[str]) -> Train:
         one.lower() if before == "--size" or one.startswith("--size=") else one
         for before, one in zip(("", *arguments), arguments)
     ]
-    return parse_flags(Train, "offload train", given, registry(), plain)
+    asked = parse_flags(Train, "offload train", given, registry(), plain)
+    if "--resume" in given and asked.placing.durable is None:
+        raise BadInput("--resume is of a durable run: give its directory, --durable DIR")
+    return asked
 
 
 def translation(path: str) -> deepspeed.Translation:

@@ -256,11 +256,14 @@ def _lacks(
 def show(console: Output, found: Estimate) -> None:
     """The plan for people."""
     asked, step, count = found.asked, found.step, found.asked.placing.micro_batches or 1
+    size = found.model.parameters
     console.sentence(
-        f"{found.model.parameters / 1e9:,.1f} billion {'frozen ' * asked.frozen}parameters, "
+        f"{f'{size / 1e9:,.1f} billion' if size >= 1e8 else f'{size:,}'} "
+        f"{'frozen ' * asked.frozen}parameters, "
         f"{found.model.layers} blocks of width {found.model.hidden}\n"
-        f"on {asked.nodes} x {asked.machine}, {found.ranks} GPUs; a GPU has {count} micro-batches "
-        f"of {asked.batch} x {asked.seq_len} tokens a step"
+        f"on {asked.nodes} x {asked.machine}, {found.ranks} GPU{'s' * (found.ranks > 1)}; "
+        f"a GPU has {count} micro-batch{'es' * (count > 1)} of {asked.batch} x {asked.seq_len} "
+        "tokens a step"
     )
     console.print(display.homes(found.layout.rows(), found.layout.tiers(), device_is_cpu=False))
     lanes = table("Lanes", "lane", "busy", "share", "moved", "x2")

@@ -1,4 +1,4 @@
-"""`offload report`: which runs there are, and where the time of one went."""
+"""`offload report`: where the time of a run went."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 from rich.progress_bar import ProgressBar
 from rich.table import Table
-from rich.text import Text
 
-from offload import reporting as runs
+from offload import reporting
 from offload.cli import BadInput, bad_input
 from offload.cli.breakdown import Breakdown, breakdown, title_of, verdict
 from offload.cli.console import Output, table
@@ -34,7 +33,7 @@ _ORDER = (*LANES[:2], "waiting", *LANES[2:])
 _Run = tyro.conf.arg(
     metavar="[RUN]",
     help_behavior_hint="",
-    help="A file that a run has left, or the name of one in --list.",
+    help="A file that a run has left. Default: that of the last offload train.",
 )
 
 
@@ -42,13 +41,9 @@ _Run = tyro.conf.arg(
 class Report:
     """Show where the time of a step went, what bounds it and what would help most; write a page to
     look at (lanes over time, waits in red).
-    Without RUN it is about the last run of offload train that has left one.
     """
 
     run: tyro.conf.Positional[Annotated[tuple[str, ...], _Run]] = ()
-
-    list: bool = False
-    """List the runs that are kept, instead of showing one."""
 
     json: bool = False
     """One JSON object on standard output, nothing else there; no files."""
@@ -56,20 +51,19 @@ class Report:
     def __post_init__(self) -> None:
         if len(self.run) > 1:
             raise ValueError(f"RUN {' '.join(self.run)}: expected one file")
-        if self.list and self.run:
-            raise ValueError(f"RUN {self.run[0]} contradicts --list: leave out one of the two")
 
 
 def command(arguments: Sequence[str]) -> None:
     """Shows a run and writes its page."""
     asked = parse_flags(Report, "offload report", arguments)
-    if asked.list:
-        with bad_input():
-            _list(runs.kept(), as_json=asked.json)
-        return
-    path = _path(asked.run)
     with bad_input():
-        run = runs.load(path)
+        path = Path(asked.run[0]) if asked.run else reporting.last()
+        if not path.exists():
+            raise BadInput(
+                f"{path}: there is no such run; likely it is misspelt, or nothing was trained yet, "
+                "or it could not be left there; try: offload train, then offload report"
+            )
+        run = reporting.load(path)
         found = breakdown(run)
     if asked.json:
         names = ("made", "command", "model", "device", "device_is_host", "versions")
@@ -97,28 +91,6 @@ def _text(run: Run, found: Breakdown, path: Path) -> str:
     console = Output(file=io.StringIO(), width=100, record=True, force_terminal=False)
     show(console, run, found, path)
     return console.export_text()
-
-
-def _path(asked: Sequence[str]) -> Path:
-    """The file of the run that is asked for."""
-    with bad_input():
-        if not asked:
-            if kept := runs.kept():
-                return kept[0]
-            raise BadInput(
-                f"{runs.folder()} holds no run; likely nothing was trained yet, or none could be "
-                "written there; try: offload train, then offload report; XDG_CACHE_HOME=DIRECTORY "
-                "names another place"
-            )
-        path = Path(asked[0])
-        if path.name == asked[0] and not path.exists():
-            path = runs.folder() / f"{asked[0].removesuffix('.json')}.json"
-        if not path.exists():
-            raise BadInput(
-                f"{asked[0]}: there is no such run; likely it is misspelt; try: offload report "
-                "--list"
-            )
-    return path
 
 
 def show(console: Output, run: Run, found: Breakdown, path: Path) -> None:
@@ -178,43 +150,6 @@ def _lanes(run: Run, found: Breakdown) -> Table:
             f"{moved / busy / 1e9:.2f} GB/s" if moved else "-",
         )
     return made
-
-
-def _list(paths: Sequence[Path], *, as_json: bool) -> None:
-    """The runs, the last one first: as a table, or as lines of JSON."""
-    console = Output()
-    if not paths and not as_json:
-        console.sentence(f"{runs.folder()} holds no run; try: offload train")
-        return
-    listed = table(f"Runs in {runs.folder()}", "RUN", "steps", "a step")
-    listed.add_column("command", overflow="fold")
-    for path in paths:
-        row = _row(path)
-        if as_json:
-            sys.stdout.write(json.dumps({"run": str(path), **row}) + "\n")
-            continue
-        step_s = row.get("step_s")
-        listed.add_row(
-            path.stem,
-            str(row.get("steps", "-")),
-            f"{step_s:.3f} s" if isinstance(step_s, float) else "-",
-            Text(str(row.get("error") or shlex.join(row["command"]))),
-        )
-    if not as_json:
-        console.print(listed)
-
-
-def _row(path: Path) -> dict[str, Any]:
-    """What a list says of a run, or why it cannot be read."""
-    try:
-        run = runs.load(path)
-    except (OSError, ValueError) as error:
-        return {"error": str(error)}
-    try:
-        step_s = breakdown(run).step_s
-    except ValueError:  # It was too short.
-        step_s = None
-    return {"made": run.made, "steps": run.steps, "step_s": step_s, "command": list(run.command)}
 
 
 def _rows(spans: Iterable[Span]) -> list[list[Span]]:

@@ -7,6 +7,7 @@ import json
 import math
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -21,6 +22,7 @@ import offload
 from offload import recording, reporting
 from offload.cli import BadInput, Signals, Stopped, bad_input, data, display, gpt
 from offload.cli.console import Output, warnings_of
+from offload.cli.flags import flag
 from offload.cli.options import Train, parse, translation
 from offload.planning.machine import ranks_of_job
 from offload.planning.tiers import format_bytes
@@ -30,6 +32,9 @@ from offload.runtime.stats import Report
 
 LR_10M = 2e-3
 """Default of the smallest model's peak learning rate."""
+
+COURSE = ("seed", "lr", "warmup", "weight_decay", "batch", "micro_batches", "seq_len")
+"""Settings with which a durable run goes on as it began; --steps may be more, or fewer."""
 
 LR_FLOOR = 0.05
 """Share of the peak learning rate that is left at the last step."""
@@ -59,7 +64,7 @@ def command(arguments: Sequence[str]) -> None:
             (model, optimizer), told = warnings_of(lambda: build(settings))
         with optimizer.engine as engine:
             known = engine.notices
-            remarks.notes([*told, *known])
+            remarks.notes([*told, *known, *_go_on(settings, engine)])
             _introduce(console, settings, model, corpus, engine)
             reached = Reached()
             try:
@@ -111,7 +116,7 @@ def _leave(remarks: Output, reached: Reached) -> None:
     if reached.run is None or not reached.run.stepped:
         return
     try:
-        reporting.keep(reached.run)
+        reporting.save(reached.run, reporting.last())
         remarks.notes(["offload report shows where the time went"])
     except OSError as error:
         remarks.notes(
@@ -120,6 +125,23 @@ def _leave(remarks: Output, reached: Reached) -> None:
                 "another user's, or its drive full; try XDG_CACHE_HOME=DIRECTORY"
             ]
         )
+
+
+def _go_on(settings: Train, engine: Any) -> Iterator[str]:
+    """Refuse a course other than that of the run that goes on, and tell of other steps. Where in
+    its data a run is, and its rate, follow from these and the number of the step."""
+    course = {name: getattr(settings, name) for name in COURSE} | {"lr": peak_lr(settings)}
+    engine.user_state = lambda: {**course, "steps": settings.steps}
+    before = engine.resumed[1] if engine.resumed else {}
+    for name, now in course.items():
+        if before.get(name, now) != now:
+            raise BadInput(
+                f"{flag(name)} {now}: {settings.placing.durable} has a run with {before[name]}, "
+                "which goes on with that; give the flags of then, or another --durable"
+            )
+    if (steps := before.get("steps", settings.steps)) != settings.steps:
+        yield f"--steps was {steps}: the learning rate falls from here to the end of now"
+        warnings.filterwarnings("ignore", "group . goes on with", RuntimeWarning)
 
 
 def _train(
@@ -133,7 +155,6 @@ def _train(
 ) -> None:
     """All steps, each told and counted when it is over; between two of them a run is stopped."""
     done, _ = optimizer.engine.resumed or (0, None)
-    optimizer.engine.user_state = lambda: {}  # All of it follows from the number of the step.
     scheduler = LambdaLR(optimizer, lambda step: rate(settings, step), last_epoch=done - 1)
     tokens = settings.batch * settings.seq_len * settings.micro_batches
     again = "; the same command goes on from there" if settings.placing.durable else ""
@@ -217,7 +238,7 @@ def _introduce(
             console.sentence("all steps are trained: more with --steps")
     device_is_cpu, rows = compute_device().is_host, list(engine.plan.rows())
     console.print(display.homes(rows, engine.plan.tiers(), device_is_cpu=device_is_cpu))
-    if all(row.tier == "device" for row in rows):
+    if engine.resumed is None and all(row.tier == "device" for row in rows):
         console.sentence(display.HINT)
     slow = device_is_cpu and torch.backends.cpu.get_cpu_capability() == "AVX2"
     if slow and settings.dtype == "bfloat16":  # Torch has no kernel for its products there.

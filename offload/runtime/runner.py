@@ -89,6 +89,8 @@ class Runner:
         self.look: Callable[[float], object] = id
         """Called in a long wait, with its seconds so far; what it raises ends the wait."""
         self._failure: BaseException | None = None
+        self.remedy = "go on from the last checkpoint"
+        """What is to be done once the cause of a failure is mended."""
         trace = Trace(plan.profile)
         self._calls = trace.called
         try:
@@ -204,8 +206,7 @@ class Runner:
             self.on_failure(self._failure)
             raise EngineError(
                 f"a lane of the offload engine failed: {self._failure}. The weights in memory "
-                "are not those of a finished step. Mend that, and go on from the last checkpoint; "
-                "the same program goes on from the last commit of a durable run"
+                f"are not those of a finished step. Mend that, and {self.remedy}"
             ) from self._failure
 
     def fail(self, error: BaseException) -> None:
