@@ -17,7 +17,13 @@ from offload.cli.bench_adam import Adam
 from tests.command import assert_refused, run
 
 TINY = ["bench", "adam", "--elements", "8Ki", "--seconds", "0"]
-FLAGS = ["--elements", "--formats", "--seconds", "--json", "--no-json"]
+FLAGS = [
+    "--json",
+    "--no-json",
+    "--elements",
+    "--formats",
+    "--seconds",
+]
 
 
 @pytest.fixture(autouse=True)

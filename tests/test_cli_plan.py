@@ -29,8 +29,9 @@ SHOWN = {
 
 # fmt: off
 FLAGS = [
+    "--json", "--no-json",
     "--model", "--machine", "--nodes", "--gpus", "--batch", "--seq-len", "--recompute",
-    "--no-recompute", "--frozen", "--no-frozen", "--parts", "--exchange", "--json", "--no-json",
+    "--no-recompute", "--frozen", "--no-frozen", "--parts", "--exchange",
     "--params", "--gradients", "--optimizer",
     "--device-memory", "--cpu-memory", "--nvme-space", "--states", "--gradient-dtype",
     "--max-grad-norm", "--micro-batches", "--shard",

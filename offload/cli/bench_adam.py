@@ -14,10 +14,8 @@ one region of memory can be a third slower than another.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -31,8 +29,8 @@ import cpu_adam
 from cpu_adam import FORMATS, AdamHyper, LionHyper, SGDHyper, StateFormat
 from cpu_adam.memory import on_huge_pages
 from offload.cli import Signals, bad_input, nearest
-from offload.cli.console import Output, Progress, others_percent, warnings_of
-from offload.cli.flags import check_field, parse_flags
+from offload.cli.console import Output, Progress, emit, others_percent, warnings_of
+from offload.cli.flags import AsJson, check_field, parse_flags
 from offload.planning.machine import host_free_bytes
 from offload.planning.tiers import format_bytes, parse_bytes
 
@@ -50,7 +48,7 @@ HYPERS: Mapping[str, Any] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Adam:
+class Adam(AsJson):
     """Measure the update of parameters in CPU memory with bf16 gradients: parameters per second by
     state format, as a share of what memory gives, beside torch's fused AdamW. CPU_ADAM_KERNEL
     names the kernel, CPU_ADAM_THREADS the number of threads.
@@ -64,9 +62,6 @@ class Adam:
 
     seconds: float = 25.0
     """Seconds to measure, about; a few rounds are made however long they take."""
-
-    json: bool = False
-    """One JSON object on standard output, nothing else there."""
 
     def __post_init__(self) -> None:
         check_field(self, "elements", self.count > 0, "a number of parameters, such as 64Mi")
@@ -150,7 +145,7 @@ def command(arguments: list[str]) -> None:
     if asked.json:
         found = {"kind": "bench adam", "kernel": kernel.name, "threads": threads}
         found |= {"elements": asked.count, "figures": [asdict(figure) for figure in figures]}
-        sys.stdout.write(json.dumps(found, indent=2) + "\n")
+        emit(found)
 
 
 def _layout(format: StateFormat, elements: int) -> dict[str, tuple[int, torch.dtype]]:

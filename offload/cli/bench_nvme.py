@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import statistics
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
@@ -18,9 +16,9 @@ import aio
 from aio.system import is_memory
 from cpu_adam import FORMATS
 from offload.cli import Signals, bad_input
-from offload.cli.console import Output, Progress, others_percent
+from offload.cli.console import Output, Progress, emit, others_percent
 from offload.cli.drive_load import FILE_BYTES_UNIT, TURNS, Load, Mode
-from offload.cli.flags import check_field, parse_flags
+from offload.cli.flags import AsJson, check_field, parse_flags
 from offload.planning.machine import DriveSpeed, mount_point, nvme_free_bytes, save_speed
 from offload.planning.tiers import parse_bytes
 
@@ -39,7 +37,7 @@ _Paths = tyro.conf.arg(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Nvme:
+class Nvme(AsJson):
     """Measure drives: how fast they read, write and do both at once by what training uses, and what
     that means for it. Works in a file without a name, gone at any end. The backend is that of
     training, too: AIO_BACKEND names another.
@@ -55,9 +53,6 @@ class Nvme:
 
     save: bool = True
     """Keep the speeds for later: training uses them."""
-
-    json: bool = False
-    """One JSON object on standard output, nothing else there."""
 
     def __post_init__(self) -> None:
         right = SECONDS_MIN <= self.seconds <= SECONDS_MAX
@@ -161,7 +156,7 @@ def command(arguments: list[str]) -> None:
                     remarks.notes([_saved(found[-1], busy)])
     if asked.json:
         each = [asdict(one) | {"verdict": one.verdict} for one in found]
-        sys.stdout.write(json.dumps({"kind": "bench nvme", "found": each}, indent=2) + "\n")
+        emit({"kind": "bench nvme", "found": each})
 
 
 def measure(

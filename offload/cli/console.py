@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
 from rich import progress
@@ -44,6 +45,12 @@ class Output(Console):
         """Each in a line of its own, once."""
         for notice in dict.fromkeys(notices):
             self.sentence(f"note: {in_flags(notice)}")
+
+
+def emit(record: Mapping[str, Any]) -> None:
+    """Writes an object of JSON to standard output, in a line."""
+    sys.stdout.write(json.dumps(record) + "\n")
+    sys.stdout.flush()
 
 
 def table(title: str, first: str, *numbers: str) -> Table:

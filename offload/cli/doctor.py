@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import platform
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,9 +17,9 @@ from rich.text import Text
 import aio
 from aio.system import COPY_ON_WRITE
 from offload.cli import EXIT_FAILED, findings
-from offload.cli.console import Output, warnings_of
+from offload.cli.console import Output, emit, warnings_of
 from offload.cli.findings import Finding
-from offload.cli.flags import parse_flags
+from offload.cli.flags import AsJson, parse_flags
 from offload.planning.machine import (
     host_free_bytes,
     mount_point,
@@ -40,16 +38,13 @@ _Paths = tyro.conf.arg(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Doctor:
+class Doctor(AsJson):
     """Look at this machine: what training has here, what it lacks, and one fix for each. Takes
     some seconds, most of them to import torch; leaves nothing behind. The exit status is 0 where
     training can start and 1 where it cannot.
     """
 
     paths: tyro.conf.Positional[Annotated[tuple[str, ...], _Paths]] = ()
-
-    json: bool = False
-    """One JSON object on standard output, nothing else there."""
 
 
 _STYLES = {"ok": "green", "note": "yellow", "stop": "bold red"}
@@ -68,7 +63,7 @@ def command(arguments: Sequence[str]) -> int:
     notes = sum(finding.level == "note" for finding in seen)
     if asked.json:
         told = {"ready": ready, "findings": [asdict(finding) for finding in seen]}
-        sys.stdout.write(json.dumps(told, indent=2) + "\n")
+        emit(told)
     else:
         more = f"; {notes} note{'s' if notes > 1 else ''} above may make it faster" if notes else ""
         verdict = f"training can start{more}" if ready else "training cannot start: see stop above"

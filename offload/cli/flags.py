@@ -21,6 +21,14 @@ from offload.cli.console import Output
 Settings = TypeVar("Settings")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class AsJson:
+    """What each command that shows something may be told."""
+
+    json: bool = False
+    """One JSON object on standard output, nothing else there."""
+
+
 def flag(name: str) -> str:
     """The command-line spelling of a field: `seq_len` is `--seq-len`."""
     return "--" + name.replace("_", "-")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from offload.cli import EXIT_FAILED, bad_input
-from offload.cli.console import Output
+from offload.cli.console import Output, emit
 from offload.cli.flags import parse_flags
 
 if TYPE_CHECKING:
@@ -31,7 +29,7 @@ class Inspect:
     directory: tyro.conf.Positional[Annotated[str, _Directory]]
 
     json: bool = False
-    """One JSON object on standard output, nothing else there."""
+    """One JSON object on standard output, nothing else there: rows, broken, unchecked."""
 
 
 def command(arguments: Sequence[str]) -> int:
@@ -46,7 +44,7 @@ def command(arguments: Sequence[str]) -> int:
     with bad_input():
         found = inspect(asked.directory)
     if asked.json:
-        sys.stdout.write(json.dumps({"directory": asked.directory, **asdict(found)}) + "\n")
+        emit({"directory": asked.directory, **asdict(found)})
         return EXIT_FAILED if found.broken else 0
     _show(Output(), found)
     return EXIT_FAILED if found.broken else 0

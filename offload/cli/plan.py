@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -14,8 +12,8 @@ import tyro
 from tyro.conf import Suppress
 
 from offload.cli import bad_input, display
-from offload.cli.console import Output, table
-from offload.cli.flags import check_field, parse_flags
+from offload.cli.console import Output, emit, table
+from offload.cli.flags import AsJson, check_field, parse_flags
 from offload.cli.models import models_of
 from offload.cli.options import registry
 from offload.config import Config
@@ -60,7 +58,7 @@ class Placing(Config):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class Plan(AsJson):
     """Where the values of a model in bfloat16 would live on machines that need not be there, how
     long its step would take, and what would bound it: from data sheets.
     """
@@ -98,9 +96,6 @@ class Plan:
     exchange: Literal["levels", "flat"] = "levels"
     """Between nodes. levels: a node sums the gradients of its ranks first, as over a mesh of
     (nodes, gpus). flat: each rank sends its own."""
-
-    json: bool = False
-    """One JSON object on standard output, nothing else there."""
 
     placing: Annotated[Placing, tyro.conf.arg(name="")] = Placing()
 
@@ -150,7 +145,7 @@ def command(arguments: Sequence[str]) -> None:
     with bad_input():
         found = estimated(asked)
     if asked.json:
-        sys.stdout.write(json.dumps(as_json(found)) + "\n")
+        emit(as_json(found))
     else:
         show(Output(), found)
 

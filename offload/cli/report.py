@@ -6,7 +6,6 @@ import html
 import io
 import json
 import shlex
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from importlib import resources
@@ -20,8 +19,8 @@ from rich.table import Table
 from offload import reporting
 from offload.cli import BadInput, bad_input
 from offload.cli.breakdown import Breakdown, breakdown, title_of, verdict
-from offload.cli.console import Output, table
-from offload.cli.flags import parse_flags
+from offload.cli.console import Output, emit, table
+from offload.cli.flags import AsJson, parse_flags
 from offload.planning.machine import replace_file
 from offload.planning.tiers import format_bytes
 from offload.reporting import LANES, Run, Span
@@ -38,15 +37,12 @@ _Run = tyro.conf.arg(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Report:
+class Report(AsJson):
     """Show where the time of a step went, what bounds it and what would help most; write a page to
     look at (lanes over time, waits in red).
     """
 
     run: tyro.conf.Positional[Annotated[tuple[str, ...], _Run]] = ()
-
-    json: bool = False
-    """One JSON object on standard output, nothing else there; no files."""
 
     def __post_init__(self) -> None:
         if len(self.run) > 1:
@@ -71,7 +67,7 @@ def command(arguments: Sequence[str]) -> None:
         told |= {**asdict(found), "verdict": verdict(run, found)}
         told["prediction"] = run.prediction and asdict(run.prediction)
         told["unpredicted"] = run.unpredicted
-        sys.stdout.write(json.dumps(told, indent=2) + "\n")
+        emit(told)
         return
     console = Output()
     show(console, run, found, path)

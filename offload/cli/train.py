@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +19,7 @@ import cpu_adam
 import offload
 from offload import recording, reporting
 from offload.cli import BadInput, Signals, Stopped, bad_input, data, display, gpt
-from offload.cli.console import Output, warnings_of
+from offload.cli.console import Output, emit, warnings_of
 from offload.cli.flags import flag
 from offload.cli.options import Train, parse, translation
 from offload.planning.machine import ranks_of_job
@@ -176,7 +174,7 @@ def _train(
             started = now
             progress.update(step, loss, tokens)
             if settings.json:
-                _emit(record)
+                emit(record)
             reached.steps, reached.loss = step, loss
 
 
@@ -250,7 +248,7 @@ def _conclude(console: Output, settings: Train, reached: Reached) -> None:
     report = reached.report
     assert report is not None
     if settings.json:
-        _emit(_summary(reached, report))
+        emit(_summary(reached, report))
     if any(use.operations for use in report.lanes.values()):
         console.print(display.lanes(report.lanes))
         console.sentence(display.LANES_CAPTION, style="dim")
@@ -358,11 +356,6 @@ def next_byte_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     device = next(model.parameters()).device
     logits = model(inputs.to(device)).float()
     return F.cross_entropy(logits.flatten(0, 1), targets.to(device).flatten())
-
-
-def _emit(record: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(record) + "\n")
-    sys.stdout.flush()
 
 
 def _summary(reached: Reached, report: Any) -> dict[str, Any]:
