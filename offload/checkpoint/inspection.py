@@ -54,8 +54,12 @@ def inspect(directory: str | os.PathLike[str]) -> Inspection:
     if ranks := [name for name in names if name.startswith(RANK)]:
         return _inspect_ranks(where, ranks)
     told = f"asked to inspect it; found no {COMMIT}, no {RUN}, no {SINGLE} and no index of others"
-    likely = "of torch.distributed.checkpoint; offload convert reads it"
-    told += f": likely {likely if '.metadata' in names else 'another directory'}"
+    likely = "another directory"
+    if ".metadata" in names:
+        likely = "of torch.distributed.checkpoint; offload convert reads it"
+    elif any(name.startswith("offload-") for name in names):
+        likely = "the drive of a durable run: give its directory, that of Config(durable)"
+    told += f": likely {likely}"
     raise FileNotFoundError(errno.ENOENT, told, where)
 
 
