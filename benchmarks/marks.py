@@ -250,7 +250,7 @@ def _simulated(mark: Mark) -> Row:
         [Placement(*mark.homes)] * len(profile.units),
         budgets=dict.fromkeys(TIERS, 1 << 62),
         clips=False,
-        states=StateChoice(on_accelerator=True),
+        states=StateChoice(),
         early=True,
     )
     rate = cluster.gpu_flops_per_s * cluster.compute_share

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ from offload.model.active_units import ActiveUnits
 from offload.model.parameter import OffloadedParameter
 from offload.model.units import FlatUnit
 from offload.planning import planner
+from offload.planning.layout import Plan, lay_out
+from offload.planning.profile import StateChoice
 from offload.program.ops import Lane, Op, Verb
 from tests.paced_loops import Least, Loop, use_one_block_inside_another
 from tests.small import config
@@ -245,9 +247,11 @@ def test_beside_the_slot_a_unit_waits_for_its_update(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which is late by more than it takes to look at its home. In CPU memory it has a slot here."""
-    lay_out = planner.lay_out
-    slots = {"in_place": False}
-    monkeypatch.setattr(planner, "lay_out", lambda *a, **how: lay_out(*a, **{**how, **slots}))
+
+    def with_slots(*args: Any, states: StateChoice, **how: Any) -> Plan:
+        return lay_out(*args, states=replace(states, on_accelerator=True), **how)
+
+    monkeypatch.setattr(planner, "lay_out", with_slots)
     build = partial(Least, tied=False, checkpointed=False)
     with attached(RESIDENT, tmp_path, build=build) as run:
         expected = seen_beside_the_slot(run)

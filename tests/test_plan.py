@@ -69,7 +69,7 @@ def tiers_of(found: Plan) -> list[Tier]:
 
 def states_of(config: Config) -> StateChoice:
     """Those of `HUGE`."""
-    return StateChoice("adam", config.states, on_accelerator=True)
+    return StateChoice("adam", config.states)
 
 
 def attempt(profile: Profile, config: Config) -> Plan | None:

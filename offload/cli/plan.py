@@ -215,7 +215,7 @@ def _lacks(
 ) -> str:
     """What a rank surely lacks, and the least that would do; empty if nothing. The planner finds
     more, and takes longer."""
-    budgets, states = budgets_of(config, machine), StateChoice("adam", config.states, True)
+    budgets, states = budgets_of(config, machine), StateChoice("adam", config.states)
     full, most = model.units, 3 * model.parts  # Of alike blocks three are laid out.
     few = [u for at, u in enumerate(full) if at < most or full[at - most].flat is not u.flat]
     profile = replace(model, units=few).profile(Grain(), replace(sharding, keeps=False, late=False))

@@ -144,8 +144,6 @@ class Plan:
     budgets: Mapping[Tier, int]
     clips: bool
     states: StateChoice
-    in_place: bool
-    """Whether weights and gradients in CPU memory are used there, as the device is the CPU."""
 
     @cached_property
     def file(self) -> FileLayout:
@@ -246,13 +244,12 @@ def lay_out(
     weight_slots: int = WEIGHT_SLOTS_MAX,
     reserve: Iterable[Kind] = (),
     early: bool = False,
-    in_place: bool = False,
 ) -> Plan:
     """The plan for given placements: every home and slot at its offset, whatever the budget.
 
     Chunks of the kinds in `reserve` get a staging ring on the cpu even if none passes through, see
-    [Note: More memory is never slower] of `planner`. With `early`, updates begin inside backward;
-    with `in_place` the device is the CPU, which uses weights and gradients in its memory at home.
+    [Note: More memory is never slower] of `planner`. With `early`, updates begin inside backward.
+    Without an accelerator the CPU uses weights and gradients in its memory at home.
     """
     sizes, units, memory = sizes or Sizes(profile, states), profile.units, _Memory()
     alone, pairs = not profile.sharding.gathers, enumerate(zip(units, placements))
@@ -266,7 +263,7 @@ def lay_out(
     for kind, u in itertools.product(KINDS, range(len(units))):
         if kind == "state" or u not in residents:
             place_home(kind, u, sizes.value[kind][u])
-    here: tuple[Tier, ...] = ("device", "cpu") if in_place else ("device",)
+    here: tuple[Tier, ...] = ("device",) if states.on_accelerator else ("device", "cpu")
     away = [p.weight not in here and n for n, p in zip(sizes.value["weight"], placements)]
     weight_slot = memory.shared_slots("weight", units, away, weight_slots)
     away = [p.gradient not in here and n for n, p in zip(sizes.value["gradient"], placements)]
@@ -293,7 +290,6 @@ def lay_out(
         budgets=dict(budgets),
         clips=clips,
         states=states,
-        in_place=in_place,
     )
 
 

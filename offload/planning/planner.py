@@ -284,7 +284,6 @@ class _Search:
             weight_slots=arrangement.weight_slots,
             reserve=self.reserve,
             early=self.early,
-            in_place=not self.states.on_accelerator,
         )
 
     def smallest(self) -> _Arrangement:

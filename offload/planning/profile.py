@@ -379,7 +379,7 @@ class StateChoice:
     """The update rule, `cpu_adam.StateFormat.rule`."""
     states: str = "exact"
     """`Config.states`."""
-    on_accelerator: bool = False
+    on_accelerator: bool = True
     """Torch updates the states that live on the device, and needs a workspace there."""
 
     def format(self, weight_dtype: str) -> StateFormat:
