@@ -276,7 +276,7 @@ def test_what_values_take_at_least_is_no_more_than_they_take(
     from offload.config import Config
 
     units = [lay_out_unit(f"u{i}", one, ranks=ranks) for i, one in enumerate(wanted)]
-    profile = profile_of(units, sharding=Sharding(0, ranks, keeps and ranks > 1, gathers=ranks > 1))
+    profile = profile_of(units, sharding=Sharding(0, ranks, keeps and ranks > 1))
     config = Config(nvme_path=("d",) if nvme else ())
     for accelerator in (False, True):
         machine = Machine(device_bytes=0, cpu_bytes=0, device_is_cpu=not accelerator)

@@ -252,7 +252,7 @@ def lay_out(
     Without an accelerator the CPU uses weights and gradients in its memory at home.
     """
     sizes, units, memory = sizes or Sizes(profile, states), profile.units, _Memory()
-    alone, pairs = not profile.sharding.gathers, enumerate(zip(units, placements))
+    alone, pairs = profile.sharding.ranks == 1, enumerate(zip(units, placements))
     residents = frozenset(u for u, pair in pairs if alone and is_resident(*pair, early=early))
 
     def place_home(kind: Kind, u: int, size: int) -> None:
@@ -360,7 +360,7 @@ class _Memory:
         self.ring("device", "workspace", max(updated, squared), 1)
         self.ring("cpu", "weight", largest(weights, at["weight"], "nvme"), STAGES)
         passing = set(TIERS) - {*collected}
-        if profile.sharding.gathers:  # Sums are added up on the device, and go home as they are.
+        if profile.sharding.ranks > 1:  # Sums are added up on the device, and go home as they are.
             passing -= {"cpu"}
         self.ring("cpu", "gradient", largest(gradients, at["gradient"], *passing), STAGES)
         self.ring("cpu", "deposit", largest(gradients, at["gradient"], "nvme"), STAGES)
@@ -375,7 +375,7 @@ class _Memory:
     def full_slots(self, profile: Profile, weight_slots: int) -> list[tuple[Place | None, ...]]:
         """Slots for full units, see `FULL`: per unit, that of its weights and of its gradient."""
         units = profile.full
-        if not profile.sharding.gathers:
+        if profile.sharding.ranks == 1:
             return [(None,) * len(units)] * 2
         weights = [unit.weight_bytes for unit in units]
         gradients = [unit.gradient_bytes for unit in units]

@@ -259,12 +259,10 @@ class Sharding:
     column: int = 0
     """The ranks of a column, whose parts of a unit stay on the device from their first gathering
     until a weight changes, see [Note: Two levels] of `parallel`; 0 where they do not."""
-    gathers: bool = True
-    """Whether there is a group of ranks, which may have one alone."""
 
 
-ALONE = Sharding(gathers=False)
-"""There is no group of ranks."""
+ALONE = Sharding()
+"""One rank has all."""
 
 
 @dataclass(frozen=True)
