@@ -34,7 +34,7 @@ from offload.runtime.entry import EngineError
 from offload.runtime.memory import Memory, host_tensor
 from offload.runtime.native import Native, native_runner
 from offload.runtime.reference import Reference
-from offload.runtime.stats import LaneStats, Trace
+from offload.runtime.stats import LaneStats
 from offload.runtime.store import Store
 from offload.runtime.works import Work, Works
 
@@ -91,16 +91,14 @@ class Runner:
         self._failure: BaseException | None = None
         self.remedy = "go on from the last checkpoint"
         """What is to be done once the cause of a failure is mended."""
-        trace = Trace(plan.profile)
-        self._calls = trace.called
+        self.stats = LaneStats(plan.profile)
         try:
-            self._lanes = self._open(pace, trace.kept)
+            self.stats.lanes = self._lanes = self._open(pace)
         except BaseException as error:
             self._release()
             if not isinstance(error, RuntimeError):
                 raise
             raise EngineError(f"a lane of the engine could not start: {error}") from error
-        self.stats = LaneStats(self._lanes, trace)
         self.waited, self.cancel = self.stats.waited, self._lanes.cancel
         self.clip, self.settings = self._lanes.clip, self._lanes.settings
         self.touching, self.all = self._lanes.touching, self._lanes.all
@@ -109,8 +107,9 @@ class Runner:
         self._by_handle = self._lanes.native and not device.is_host
         """Whether lanes know the user's streams by number."""
 
-    def _open(self, pace: Pace | None, kept: int) -> Native | Reference:
+    def _open(self, pace: Pace | None) -> Native | Reference:
         """The native runner, or the reference where that cannot serve."""
+        kept = self.stats.kept
         native = native_runner() if self.store is None or self.store.volume.native else None
         workspace = self.memory.workspace
         if native is not None:
@@ -199,7 +198,7 @@ class Runner:
         self._check_lanes()
 
     def _check_lanes(self) -> None:
-        entry.calls = self._calls
+        entry.calls = self.stats.called
         if self._failure is None and self._lanes.failed:
             self._failure = self._lanes.failure()
         if self._failure is not None:

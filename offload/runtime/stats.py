@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -60,25 +60,14 @@ class Stepped(NamedTuple):
     """See `Report.misses`."""
 
 
-class Trace:
-    """The last ops, waits and steps of an engine, and calls into it; ops are in copies only."""
+class Trace(NamedTuple):
+    """The last ops, waits and steps of an engine, and calls into it."""
 
-    def __init__(self, profile: Profile | None = None):
-        chunks = sum(len(unit.chunks) for unit in profile.units) if profile else 0
-        self.kept = max(SPANS_MAX, CHUNK_SPANS_MAX * chunks)
-        self.ran: deque[Ran] = deque(maxlen=self.kept)
-        self.waited: deque[Wait] = deque(maxlen=SPANS_MAX)
-        self.stepped: deque[Stepped] = deque(maxlen=STEPS_MAX)
-        self.called: deque[tuple[float, float]] = deque(maxlen=CALLS_MAX)
-        """Start and stop."""
-
-    def copy(self, ran: Iterable[Ran]) -> Trace:
-        """A copy with what `ran`, made while nothing is recorded."""
-        copied = Trace()
-        copied.ran = deque(ran, self.ran.maxlen)
-        copied.waited, copied.stepped = self.waited.copy(), self.stepped.copy()
-        copied.called = self.called.copy()
-        return copied
+    ran: deque[Ran]
+    waited: deque[Wait]
+    stepped: deque[Stepped]
+    called: deque[tuple[float, float]]
+    """Start and stop."""
 
     @property
     def since(self) -> float:
@@ -90,9 +79,17 @@ class Trace:
 class LaneStats:
     """What the lanes of an engine have done, and what the user's thread waited for."""
 
-    def __init__(self, lanes: Any, trace: Trace):
-        """Nothing is done yet; `lanes` tell what they do, and it is recorded in `trace`."""
-        self._lanes, self.trace = lanes, trace
+    def __init__(self, profile: Profile):
+        """Nothing is done yet."""
+        self.lanes: Any = None
+        """They tell what they do, and are opened later."""
+        chunks = sum(len(unit.chunks) for unit in profile.units)
+        self.kept = max(SPANS_MAX, CHUNK_SPANS_MAX * chunks)
+        """So many ops they remember."""
+        self._waited: deque[Wait] = deque(maxlen=SPANS_MAX)
+        self._stepped: deque[Stepped] = deque(maxlen=STEPS_MAX)
+        self.called: deque[tuple[float, float]] = deque(maxlen=CALLS_MAX)
+        """Calls into the engine: start and stop."""
         self._lock = threading.Lock()
         self._use: dict[Lane, LaneUse] = {lane: LaneUse() for lane in Lane}
 
@@ -108,7 +105,7 @@ class LaneStats:
     def blame(self, task: Any, since: float) -> None:
         """Book the time since `since` on the lanes that led to `task`, latest first."""
         until = time.perf_counter()
-        path = self._lanes.path(task)
+        path = self.lanes.path(task)
         for lane, ready_at in path:
             begin = max(ready_at, since)
             if until > begin:
@@ -123,7 +120,7 @@ class LaneStats:
         found = dict[Lane, LaneUse]()
         with self._lock:
             for lane, own in self._use.items():
-                busy_s, size, operations = self._lanes.used(lane)
+                busy_s, size, operations = self.lanes.used(lane)
                 found[lane] = LaneUse(
                     own.busy_s + busy_s,
                     own.exposed_s,
@@ -143,17 +140,18 @@ class LaneStats:
     def _expose(self, lane: Lane, since: float, until: float) -> None:
         with self._lock:
             self._use[lane].exposed_s += until - since
-            self.trace.waited.append(Wait(lane, since, until))
+            self._waited.append(Wait(lane, since, until))
 
     def stepped(self, number: int, misses: int) -> None:
         """The user's `step()` was called, for the `number`-th time."""
         with self._lock:
-            self.trace.stepped.append(Stepped(number, time.perf_counter(), misses))
+            self._stepped.append(Stepped(number, time.perf_counter(), misses))
 
     def traced(self) -> Trace:
         """What was recorded so far."""
         with self._lock:
-            return self.trace.copy(self._lanes.ran())
+            rings = self._waited.copy(), self._stepped.copy(), self.called.copy()
+            return Trace(deque(self.lanes.ran(), self.kept), *rings)
 
 
 @dataclass(frozen=True, slots=True)
