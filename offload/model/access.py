@@ -23,7 +23,7 @@ from offload.runtime.torch_internals import no_trap
 
 
 class ParameterAccess:
-    """What the trap asks of the engine for one parameter (`parameter.Access`)."""
+    """What the trap asks of the engine for one parameter."""
 
     def __init__(self, engine: Engine, unit: int, index: int):
         self.engine = engine

@@ -177,7 +177,7 @@ class Optimizer(torch.optim.Optimizer):
                     parameter.grad = None
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Freeze one step and return; the update runs after it, see `updates`.
+        """Freeze one step and return; the update runs after it, see `optim.update`.
 
         Raises:
             EngineError: a lane failed before.

@@ -5,7 +5,7 @@ A phase is the ops of `forward`, of the `backward` of a first or later micro-bat
 `update`, in order of issue. A lane runs the most urgent of its ops that may start, so its order
 guarantees nothing. The order of issue does: an op waits for what was issued before it and touches a
 place that it touches, in its phase or an earlier one, unless both only read. `Scoreboard` is that
-rule, used by `simulate` and the engine.
+rule for the simulator and the reference; the native lanes have it in `runtime/src/board.h`.
 
 [Note: Streams]
 A unit is updated by one op, and so are its squares summed. What of it lives where the op cannot
