@@ -475,10 +475,10 @@ class _Attaching:
     # -- hooking the model -------------------------------------------------------------------------
 
     def _start(self, runner: Runner) -> tuple[nn.Module, Optimizer | None]:
-        places = {p: (u.index, i) for u in self._units for i, p in enumerate(u.parameters)}
         for buffer in self.model.buffers():
             buffer.data = buffer.data.to(self.device.torch_device)
         engine = self._build_engine(runner)
+        places = engine.places
         for parameter, (unit, index) in places.items():
             if unit not in engine.residents:
                 parameter._offload_access = ParameterAccess(engine, unit, index)  # type: ignore
@@ -486,7 +486,7 @@ class _Attaching:
         engine.updates.shares += [one.share_squares for one in (self.group, self.split) if one]
         if self.optimizer is not None:
             states, check = States(runner), _same_parameters(self.model)
-            optimizer = Optimizer(self.optimizer, engine, states, places, check)
+            optimizer = Optimizer(self.optimizer, engine, states, check)
             before = self.optimizer.state
             optimizer.import_states([(p, before[p]) for p in places if p in before])
         for owner, gradient in self._gradients.items():

@@ -171,10 +171,9 @@ def _adapters(
     for adapter in options.get("selected_adapters") or config:
         kept = get_peft_model_state_dict(model, dict(found), adapter_name=adapter, **asked)
         wanted |= set(map(id, kept.values()))
-    places = {id(p): (u.index, i) for u in engine.units for i, p in enumerate(u.parameters)}
     for name, one in tensors.items():
         if id(found[name]) in wanted:
-            at = places.get(id(one))
+            at = engine.places.get(one) if isinstance(one, nn.Parameter) else None
             found[name] = (one.detach() if at is None else engine.values_of(*at)).cpu()
     return found
 

@@ -108,6 +108,8 @@ class Engine:
         """Run `units`, whose values are at home already, by `runner`."""
         self.plan, self.nvme_path = runner.plan, nvme_path
         self.units, self.lock = units, threading.RLock()
+        self.places = {p: (one.index, i) for one in units for i, p in enumerate(one.parameters)}
+        """The unit of each parameter, and which of its parameters it is."""
         self.runner = runner
         self.residents = Residents(runner, units, self.lock, self.check)
         self.passes = Passes(runner, self.plan.profile.forward, self.plan.profile.backward)

@@ -81,12 +81,7 @@ class Hooks:
 
     def _put_on_state_dict(self, model: nn.Module) -> None:
         engine, keep = self._engine, self._handles.append
-        places = {
-            parameter: (unit.index, index)
-            for unit in engine.units
-            if unit.index not in engine.residents
-            for index, parameter in enumerate(unit.parameters)
-        }
+        places = {p: at for p, at in engine.places.items() if at[0] not in engine.residents}
         for module in model.modules():
             if own := {n: places[p] for n, p in _own(module) if p in places}:
                 register: Any = module.register_state_dict_post_hook

@@ -67,14 +67,13 @@ class Optimizer(torch.optim.Optimizer):
         original: torch.optim.Optimizer,
         engine: Engine,
         states: States,
-        places: Mapping[nn.Parameter, tuple[int, int]],
         check_model: Callable[[], None],
     ):
-        """Take over `original`, whose parameters have the units and indices of `places`;
-        `check_model` raises where the model has other parameters than at attach."""
+        """Take over `original`; `check_model` raises where the model has other parameters than at
+        attach."""
         self.engine = engine
         self.states = states
-        self._places = dict(places)
+        self._places = engine.places
         self._original = original
         self._check_model = check_model
         self._early: tuple[int, dict[int, list[tuple[int, Hyper]]]] = (-1, {})
