@@ -18,7 +18,6 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
-from offload.checkpoint.saving import settle
 from offload.config import BUDGETS
 from offload.model.access import ParameterAccess
 from offload.model.engine import Engine, engine_of
@@ -162,7 +161,7 @@ def _let_go_of_all(engine: Engine) -> None:
     engine.end_pass(finished=False)
     engine.snapshots.boundary()
     engine.gradients.let_go()
-    settle(engine)  # Until here other ranks may be in a forward, which this one serves.
+    engine.come_to_rest()  # Until here other ranks may be in a forward, which this one serves.
     engine.gradients.forget_places()
     engine.passes.forget()
     engine.runner.forget()

@@ -234,8 +234,8 @@ WAITS = (
     ),
     Wait(
         "sleep and save: for all that is under way",
-        "checkpoint/saving",
-        "    engine.runner.idle()\n",
+        "model/engine",
+        "        self.runner.idle()\n",
         "",
         ("test_sleep",),
     ),

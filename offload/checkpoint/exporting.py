@@ -22,7 +22,6 @@ from offload.checkpoint.saving import (
     buffers_in,
     parts_of,
     sets_of,
-    settle,
     write_sets,
 )
 from offload.checkpoint.shards import SHARD_BYTES, WEIGHTS, Sets
@@ -75,7 +74,7 @@ def export(
     if options and not adapters:
         raise TypeError(f"export: {', '.join(options)} is of adapters, and the model has none")
     with engine.lock, ExitStack() as opened:
-        settle(engine)
+        engine.come_to_rest()
         values = _adapters(engine, model, options) if adapters else {}
         opened.enter_context(interruptible())
 

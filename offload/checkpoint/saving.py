@@ -118,7 +118,7 @@ def save(
     if scheduler is not None:
         run["scheduler"] = encoded(scheduler.state_dict(), "the scheduler's state")
     with engine.lock, ExitStack() as opened:
-        settle(engine)
+        engine.come_to_rest()
         if optimizer is not None:
             run["optimizer"] = optimizer_of(engine, optimizer)
             run["random"] = random_state(engine.runner.device.torch_device)
@@ -168,7 +168,7 @@ def load(
             run.pop("optimizer", None)
         else:
             check_run(run, optimizer, scheduler, asked)
-        settle(engine)
+        engine.come_to_rest()
         sets = sets_of(engine, model, run)
         backend = opened.enter_context(closing(aio.open_backend()))
         reader = opened.enter_context(closing(SetsReader(where, sets, backend)))
@@ -237,17 +237,6 @@ def _engine_of(model: nn.Module, optimizer: Optimizer | None, scheduler: Any) ->
             "learning rate it changes; make it of the one that attach took or returned"
         )
     return engine
-
-
-def settle(engine: Engine) -> None:
-    """Let all values be at home, and nothing under way, on all ranks."""
-    engine.settle()
-    engine.end_pass(finished=False)
-    engine.snapshots.boundary()
-    engine.runner.idle()
-    engine.runner.drain()
-    if engine.ranks is not None:
-        engine.ranks.failed(False)
 
 
 def _parameters(engine: Engine) -> Iterator[tuple[tuple[int, int], Parameter]]:

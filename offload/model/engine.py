@@ -524,6 +524,16 @@ class Engine:
             self.updates.settle()
             self.commits.wait()
 
+    def come_to_rest(self) -> None:
+        """Let all values be at home, and nothing under way, on all ranks."""
+        self.settle()
+        self.end_pass(finished=False)
+        self.snapshots.boundary()
+        self.runner.idle()
+        self.runner.drain()
+        if self.ranks is not None:
+            self.ranks.failed(False)
+
     # -- reports and the end ---------------------------------------------------------------------
 
     def report(self) -> Report:
