@@ -44,7 +44,7 @@ from offload.planning.machine import (
 from offload.planning.planner import remarks
 from offload.program.ops import Value
 from offload.runtime.device import CPU, Device, compute_device
-from offload.runtime.entry import entry
+from offload.runtime.entry import all_or_none, entry
 from offload.runtime.memory import Memory, zeros_on
 from offload.runtime.runner import Pace, Runner
 from offload.runtime.store import Store
@@ -321,9 +321,7 @@ class _Attaching:
     def attach(self, pace: Pace | None) -> tuple[nn.Module, Optimizer | None]:
         if self.group is not None:
             self.group.require_alike(self.model, self.plan)
-        taken = partial(self._take, pace)
-        alone = self.group is None
-        runner = taken() if alone else self.group.all_or_none(taken, methodcaller("close"))
+        runner = all_or_none(self.group, partial(self._take, pace), methodcaller("close"))
         try:
             self._fill(runner)
             made = self._start(runner)

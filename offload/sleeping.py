@@ -12,8 +12,8 @@ others have taken leaves it asleep. Graphs from before are invalid: torch refuse
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
-from typing import Any, Literal, TypeVar
+from collections.abc import Container, Iterator
+from typing import Literal
 
 import torch
 from torch import nn
@@ -27,12 +27,10 @@ from offload.planning.machine import measured_speeds
 from offload.planning.planner import BudgetError
 from offload.planning.tiers import TIERS, Tier, format_bytes
 from offload.program.ops import Value
-from offload.runtime.entry import entry
+from offload.runtime.entry import all_or_none, entry
 from offload.runtime.memory import host_tensor, typed
 from offload.runtime.runner import Runner
 from offload.runtime.store import Store
-
-_Made = TypeVar("_Made")
 
 
 @entry
@@ -76,7 +74,8 @@ def sleep(model: nn.Module, tier: Literal["cpu", "nvme"] = "cpu") -> None:
         }
         _let_go_of_all(engine)
         of = runner, TIERS[: TIERS.index(tier)], directories, gradients
-        area = _on_all_ranks(engine, lambda: _put_away(engine, SwapArea(*of)), SwapArea.close)
+        group = engine.ranks and engine.ranks.group
+        area = all_or_none(group, lambda: _put_away(engine, SwapArea(*of)), SwapArea.close)
         for unit in residents:
             _rest(engine, unit)
         for given in area.given:
@@ -104,7 +103,8 @@ def wake(model: nn.Module) -> None:
             )
         if engine.ranks is not None:
             engine.ranks.failed(False)
-        fresh = _on_all_ranks(engine, lambda: _taken_back(engine, area), lambda _: area.sleep_on())
+        group = engine.ranks and engine.ranks.group
+        fresh = all_or_none(group, lambda: _taken_back(engine, area), lambda _: area.sleep_on())
         for value, index, found in fresh:  # Of each unit the weights come first.
             parameter = engine.units[value.unit].parameters[index]
             if value.kind == "weight":
@@ -114,14 +114,6 @@ def wake(model: nn.Module) -> None:
         runner.device.drain()  # Before other streams look at them.
         runner.swap_area = None
         area.close()
-
-
-def _on_all_ranks(
-    engine: Engine, make: Callable[[], _Made], undo: Callable[[_Made], None]
-) -> _Made:
-    """What `make` gives, where it does so on all ranks that share the model."""
-    every: Any = engine.ranks and engine.ranks.group
-    return every.all_or_none(make, undo) if every else make()  # type: ignore[no-any-return]
 
 
 def _put_away(engine: Engine, area: SwapArea) -> SwapArea:

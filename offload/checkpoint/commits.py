@@ -32,7 +32,7 @@ import shutil
 import socket
 import stat
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, BinaryIO, NamedTuple, NoReturn
 
@@ -86,6 +86,9 @@ def _make(path: str) -> None:
 
 class RunDirectory:
     """A directory that one process at a time commits to."""
+
+    group: Any = None
+    """The ranks of which each has one."""
 
     def __init__(self, path: str, *, resume: bool = True, of_rank: bool = False) -> None:
         """Make it where it is not there, own it, and read its commit, which is a part of one over
@@ -255,10 +258,6 @@ class RunDirectory:
 
     # -- what all ranks agree on, with one -------------------------------------------------------
 
-    def all_or_none(self, make: Callable[[], object]) -> None:
-        """Make it on all ranks, or on none."""
-        make()
-
     def begin(self) -> dict[str, Any]:
         """A commit begins; what is kept in it of other ranks."""
         return {}
@@ -275,12 +274,12 @@ class RankDirectory(RunDirectory):
 
     def __init__(self, path: str, group: Any, *, resume: bool) -> None:
         """Own it on all ranks, or on none."""
-        self._parent, self._group = os.path.abspath(path), group
+        self._parent, self.group = os.path.abspath(path), group
         group.all_or_none(partial(self._open, resume), lambda _: self.close())
         try:
             self._found = last_of_all(self._made_by_each(), path)
-            self.all_or_none(self._go_back)
-            self.all_or_none(self._forget_ranks)
+            group.all_or_none(self._go_back)
+            group.all_or_none(self._forget_ranks)
         except BaseException:
             self.close()
             raise
@@ -301,7 +300,7 @@ class RankDirectory(RunDirectory):
                 "and take it over by offload.save there and offload.load here",
                 self._parent,
             )
-        super().__init__(self._of(self._group.rank), resume=resume, of_rank=True)
+        super().__init__(self._of(self.group.rank), resume=resume, of_rank=True)
 
     def _go_back(self) -> None:
         """Let the commit be that of all, which is the last or the one before, or none."""
@@ -317,16 +316,16 @@ class RankDirectory(RunDirectory):
 
     def _made_by_each(self) -> dict[int, list[Made]]:
         """The commits of each rank that there is, or was."""
-        every: list[list[Made]] = self._group.all_objects(made_in(self.path))
+        every: list[list[Made]] = self.group.all_objects(made_in(self.path))
         most = max((one.ranks for some in every for one in some), default=0)
         gone = {rank: made_in(self._of(rank)) for rank in range(len(every), most)}
-        seen: dict[int, list[Made]] = self._group.all_objects(gone)[0]  # By the first.
+        seen: dict[int, list[Made]] = self.group.all_objects(gone)[0]  # By the first.
         return dict(enumerate(every)) | seen
 
     def _forget_ranks(self) -> None:
         """Delete what ranks left of which the commit knows nothing."""
-        last = max(self._group.ranks, self._found.ranks if self._found else 0)
-        for name in os.listdir(self._parent) if self._group.rank == 0 else ():
+        last = max(self.group.ranks, self._found.ranks if self._found else 0)
+        for name in os.listdir(self._parent) if self.group.rank == 0 else ():
             number = name.removeprefix(RANK)
             if name.startswith(RANK) and number.isdigit() and int(number) >= last:
                 forget(os.path.join(self._parent, name), kept=())
@@ -336,26 +335,22 @@ class RankDirectory(RunDirectory):
         """Of the parts of all ranks whose directories are here, this one's first."""
         if (last := self._found) is None:
             return None
-        order = sorted(range(last.ranks), key=lambda rank: rank != self._group.rank)
+        order = sorted(range(last.ranks), key=lambda rank: rank != self.group.rank)
         return CommitReader(read_parts(self._parent, last, order), self._parent)
-
-    def all_or_none(self, make: Callable[[], object]) -> None:
-        """Make it on all of them, or on none."""
-        self._group.all_or_none(make)
 
     def begin(self) -> dict[str, Any]:
         """The next number, with which the commit is told from others."""
         self._number += 1
-        return {"part": Made(self._number, self._run, self._group.ranks)._asdict()}
+        return {"part": Made(self._number, self._run, self.group.ranks)._asdict()}
 
     def made(self) -> None:
         """Count it where all ranks look."""
-        self._group.count_commit()
+        self.group.count_commit()
 
     def wait(self) -> None:
         """Block until the counter says it."""
         if self._all < self._number:
-            self._group.wait_for_commits((self._number - self._first) * self._group.ranks)
+            self.group.wait_for_commits((self._number - self._first) * self.group.ranks)
             self._all = self._number
 
 

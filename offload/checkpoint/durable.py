@@ -50,7 +50,7 @@ from offload.model.running import in_backward
 from offload.optim.optimizer import Optimizer
 from offload.planning.profile import Kind
 from offload.program.ops import Lane, Value
-from offload.runtime.entry import Hook, ended_by, interruptible
+from offload.runtime.entry import Hook, all_or_none, ended_by, interruptible
 from offload.runtime.memory import host_tensor
 from offload.runtime.runner import LOOK_AGAIN_S
 from offload.runtime.torch_internals import no_trap, version
@@ -143,7 +143,7 @@ class Commits:
     def resume(self, model: nn.Module) -> None:
         """Take over the values of the commit, where there is one; on all ranks, or on none. One of
         another model or optimizer is refused, and nothing changed."""
-        self._directory.all_or_none(partial(self._resume, model))
+        all_or_none(self._directory.group, partial(self._resume, model))
         self._handles = [
             module.register_forward_pre_hook(Hook(self.forward_begins))
             for unit in sorted(self._engine.plan.residents)

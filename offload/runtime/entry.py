@@ -53,6 +53,14 @@ def uncompiled(function: Callable[Parameters, Result]) -> Callable[Parameters, R
     return skipped
 
 
+def all_or_none(
+    group: Any, make: Callable[[], Result], undo: Callable[[Result], object] = lambda _: None
+) -> Result:
+    """What `make` gives, where it does so on all ranks of a group (None: this one is alone), and
+    without a collective of its own."""
+    return make() if group is None else group.all_or_none(make, undo)  # type: ignore[no-any-return]
+
+
 def ended_by() -> BaseException | None:
     """The exception that has ended the program; None where there was none, or somebody types it,
     whom no exception ends."""
