@@ -68,23 +68,24 @@ class ActiveParameter(AttachedParameter):
         self._offload_access.set_gradient(None)
 
 
+def trap(cls: Any, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """A `__torch_function__`: what is true of the stand-in, too, else the answer of its class."""
+    kwargs = kwargs or {}
+    if func in TRUE_AT_REST:
+        with no_trap():
+            return func(*args, **kwargs)
+    return cls._answer(func, args, kwargs)
+
+
 class OffloadedParameter(AttachedParameter):
     """A parameter at rest, see [Note: The trap]."""
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Answer what is true of the stand-in, too; else ask the engine or lend true values."""
-        kwargs = kwargs or {}
-        if func in TRUE_AT_REST:
-            with no_trap():
-                return func(*args, **kwargs)
-        return cls._answer(func, args, kwargs)
+    __torch_function__: Any = classmethod(trap)
 
     @classmethod
     @uncompiled
     def _answer(cls, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Ask the engine, or lend true values."""
         if func in _BACKWARDS:
             return _differentiate(func, args, kwargs)
         handler = _HANDLERS.get(func)
@@ -279,16 +280,12 @@ class RestingGradient(torch.Tensor):
     _offload_lend: Callable[[], Any]  # Gives the snapshot that a function is called with.
     _offload_kept: torch.Tensor  # Its values, once they must stay where they are.
 
+    __torch_function__: Any = classmethod(uncompiled(trap))
+    __torch_dispatch__: Any = __torch_function__  # For C++, and while parameters are lent.
+
     @classmethod
-    @uncompiled
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Answer what is true of the stand-in, too; else call `func` with the values."""
-        kwargs = kwargs or {}
-        if func in TRUE_AT_REST:
-            with no_trap():
-                return func(*args, **kwargs)
+    def _answer(cls, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Call `func` with the values."""
         if func in _AS_IT_IS:
             return _AS_IT_IS[func](*args, **kwargs)
         if "_foreach_" in func.__name__ and len(args[0]) > 1:
@@ -310,8 +307,6 @@ class RestingGradient(torch.Tensor):
             values.clear()
             for at, snapshot in lent.items():
                 snapshot.take_back(edited[at])
-
-    __torch_dispatch__: Any = __torch_function__  # For C++, and while parameters are lent.
 
 
 introduce(RestingGradient, in_lists=True)

@@ -32,7 +32,7 @@ from torch import nn
 
 from cpu_adam.checks import GRADIENT_DTYPES
 from offload.model.early_updates import Step
-from offload.model.parameter import TRUE_AT_REST, AttachedParameter, find
+from offload.model.parameter import AttachedParameter, find, trap
 from offload.model.units import FlatUnit, require_fitting
 from offload.program.compile import collect
 from offload.runtime.device import Device
@@ -182,13 +182,12 @@ class Residents:
 class PendingParameter(AttachedParameter):
     """A parameter whose update is under way: any use of it waits for that."""
 
+    __torch_function__: Any = classmethod(trap)
+
     @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Answer what no update changes; else wait, and let torch answer."""
-        kwargs = kwargs or {}
-        if func in TRUE_AT_REST or func in (_T.grad.__set__, _T.grad.__delete__):
+    def _answer(cls, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Wait, and let torch answer; but to what does not change with the update at once."""
+        if func in (_T.grad.__set__, _T.grad.__delete__):
             with no_trap():
                 return func(*args, **kwargs)
         for parameter in list(find((args, kwargs), PendingParameter)):
