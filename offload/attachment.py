@@ -347,7 +347,8 @@ class _Attaching:
             if self.directory is not None:
                 store = self.directory.store(self.plan, paths)
             elif self.plan.file:
-                store = Store(paths, self.plan.file, speeds=measured_speeds(paths))
+                names, speeds = self.plan.profile.names, measured_speeds(paths)
+                store = Store(paths, self.plan.file, names, speeds=speeds)
             if store is not None:
                 failed.callback(store.close)
             files = store.volume.files if store is not None else ()

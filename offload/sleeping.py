@@ -234,9 +234,9 @@ class SwapArea:
             )
         try:
             if directories and self.bytes:
-                units, chunks = self._plan.profile.units, self._plan.sizes.chunks
-                layout = {(k, units[u].name): chunks[k][u] for k, u, _ in self.values()}
-                self._store = Store(directories, layout, speeds=measured_speeds(directories))
+                names, speeds = self._plan.profile.names, measured_speeds(directories)
+                layout = {(k, u): self._plan.sizes.chunks[k][u] for k, u, _ in self.values()}
+                self._store = Store(directories, layout, names, speeds=speeds)
         except BaseException:
             self.close()
             raise
@@ -260,15 +260,14 @@ class SwapArea:
         if self._store is None:
             self._memory[value] = content
         else:
-            name = self._plan.profile.units[value.unit].name
-            self._store.write(value.kind, name, content, int(self._runner.step[0]))
+            self._store.write(value, content, int(self._runner.step[0]))
 
     def get(self, value: Value) -> torch.Tensor:
         """The bytes of a value, in CPU memory."""
         if self._store is None:
             return self._memory[value]
         found = host_tensor(self._plan.bytes_of(value.kind, value.unit))
-        self._store.read(value.kind, self._plan.profile.units[value.unit].name, found)
+        self._store.read(value, found)
         return found
 
     def close(self) -> None:

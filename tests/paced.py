@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 import cpu_adam.native
 from offload.parallel.flat_shard import FlatShard
+from offload.program.ops import Value
 from offload.runtime.device import Device
 from offload.runtime.store import Store
 from tests.paced_autograd import Nodes
@@ -392,11 +393,11 @@ def paced(device: Paced | None = None) -> Iterator[Paced]:
         return kernel_for(*tensors)
 
     def watched(transfer: Callable[..., None], writes: bool) -> Callable[..., None]:
-        def run(store: Store, kind: str, unit: str, memory: torch.Tensor, *rest: Any) -> None:
+        def run(store: Store, value: Value, memory: torch.Tensor, *rest: Any) -> None:
             device.pause()
             touched = device.accesses([memory], [memory] if writes else [])
             device.timeline.host_touches(f"the store's {transfer.__name__}", touched)
-            transfer(store, kind, unit, memory, *rest)
+            transfer(store, value, memory, *rest)
 
         return run
 

@@ -370,7 +370,7 @@ def test_names_and_places(tmp_path: Path) -> None:
     with attached(("nvme", "cpu", "cpu"), tmp_path, build=deep) as run:
         found = run.engine.plan.profile
         assert [one.name for one in found.units] == ["embed", *FOURS, "norm", "head"]
-        assert {unit for _, unit in run.engine.plan.file} >= set(FOURS)
+        assert {found.names[unit] for _, unit in run.engine.plan.file} >= set(FOURS)
         state = run.model.state_dict()
         assert list(state) == list(expected)
         streamed = dict(run.engine.stream_weights())

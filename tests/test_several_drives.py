@@ -21,6 +21,7 @@ from offload import attachment
 from offload.planning.layout import FileLayout
 from offload.planning.machine import DriveSpeed, Machine
 from offload.planning.profile import BLOCK_BYTES
+from offload.program.ops import Value
 from offload.runtime.store import Store
 from tests.drives import DriveIO
 from tests.faults import aligned_tensor, nothing_leaks
@@ -31,8 +32,8 @@ from tests.training import assert_same, attached, plain, result_of, train
 EVERYTHING = ("nvme", "nvme", "nvme")
 
 LAYOUT: FileLayout = {
-    ("weight", "a"): [40 << 10, 12 << 10],
-    ("state", "a"): [72 << 10, 8 << 10],
+    ("weight", 0): [40 << 10, 12 << 10],
+    ("state", 0): [72 << 10, 8 << 10],
 }
 
 
@@ -100,7 +101,7 @@ def test_values_lie_where_the_speeds_say(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("speeds", [(3e6, 1e6), (1e6, 6e6, 2e6)])
 def test_drives_are_through_at_one_time(speeds: tuple[float, ...]) -> None:
     """On drives of known speeds, whose busy seconds are counted and not slept."""
-    layout: FileLayout = {("state", "u"): [16 << 20]}
+    layout: FileLayout = {("state", 0): [16 << 20]}
     for weights in (speeds, ()):
         busy = [0.0] * len(speeds)
 
@@ -115,9 +116,9 @@ def test_drives_are_through_at_one_time(speeds: tuple[float, ...]) -> None:
             patch.setattr(
                 aio, "open_backend", lambda *_, turns=turns, **__: aio.ThreadBackend(1, next(turns))
             )
-            speeds_seen = measured(weights)
-            with closing(Store(names, layout, unit_bytes=64 << 10, speeds=speeds_seen)) as store:
-                store.write("state", "u", aligned_tensor(16 << 20, 1), 1)
+            seen = measured(weights)
+            with closing(Store(names, layout, "u", unit_bytes=64 << 10, speeds=seen)) as store:
+                store.write(Value("state", 0), aligned_tensor(16 << 20, 1), 1)
         ideal = (16 << 20) / sum(speeds)
         if weights:
             assert max(busy) < 1.05 * ideal
@@ -167,21 +168,21 @@ def test_a_full_drive_among_others_is_named_and_leaves_nothing(
 
 def over(drives: int, layout: FileLayout, io: Any, unit_bytes: int = BLOCK_BYTES) -> Store:
     names = [f"/drive{n}" for n in range(drives)]
-    return Store(names, layout, io, unit_bytes=unit_bytes)
+    return Store(names, layout, "a", io, unit_bytes=unit_bytes)
 
 
 def test_a_flipped_bit_names_the_drives_of_its_chunk() -> None:
     io = MemoryIO()
     with closing(over(3, LAYOUT, io)) as store:
-        sizes = LAYOUT["weight", "a"]
+        sizes = LAYOUT["weight", 0]
         data = aligned_tensor(sum(sizes), 1)
-        store.write("weight", "a", data, 1)
+        store.write(Value("weight", 0), data, 1)
         at = sizes[0]
         assert sizes[1] == 3 * BLOCK_BYTES
         file = store.volume.files[at // BLOCK_BYTES % 3]
         io.files[file.fd][at // BLOCK_BYTES // 3 * BLOCK_BYTES] ^= 1
         with pytest.raises(OSError, match=r"chunk 1 of weight of 'a'.*mismatch") as caught:
-            store.read("weight", "a", data)
+            store.read(Value("weight", 0), data)
         assert caught.value.filename == store.volume.path
     with closing(over(3, LAYOUT, io, unit_bytes=1 << 20)) as store:
         assert len(store.volume.files) == 1

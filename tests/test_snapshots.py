@@ -14,7 +14,7 @@ from torch import nn
 
 import offload
 from offload.planning.profile import CHUNK_ELEMENTS
-from offload.program.ops import Op, Verb
+from offload.program.ops import Op, Value, Verb
 from offload.runtime.store import Store
 from tests.training import (
     RESIDENT,
@@ -207,16 +207,16 @@ def test_states_that_an_optimizer_brings_are_written_once(tmp_path: Path) -> Non
     mine = two_groups(model)
     model(torch.arange(8).view(1, 8)).float().sum().backward()
     mine.step()
-    written: list[tuple[str, str, int | None]] = []
+    written: list[Value] = []
     write = Store.write
 
-    def noted(self: Store, kind: Any, unit: str, source: Any, step: int, chunk: Any = None) -> None:
-        written.append((kind, unit, chunk))
-        write(self, kind, unit, source, step, chunk)
+    def noted(self: Store, value: Value, *given: Any) -> None:
+        written.append(value)
+        write(self, value, *given)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Store, "write", noted)
         _, optimizer = offload.attach(model, mine, config_of(NVME, tmp_path))
     with optimizer.engine:
-        states = [one for one in written if one[0] == "state"]
+        states = [one for one in written if one.kind == "state"]
         assert len(states) == 2 * len(set(states))  # Zeros first, then what came along.

@@ -58,6 +58,7 @@ from offload.checkpoint.shards import private, write_file
 from offload.config import warn_user
 from offload.planning.layout import FileLayout, Plan
 from offload.planning.machine import measured_speeds, shares_of
+from offload.planning.profile import Kind
 from offload.planning.tiers import format_bytes
 from offload.runtime.store import Kept, Store
 
@@ -176,7 +177,7 @@ class RunDirectory:
             write_checked(self._at(self._layout_name), layout)
         kept = Kept(durable_values(plan), name, homes, self.close)
         try:
-            store = Store(folders, plan.file, speeds=speeds, kept=kept)
+            store = Store(folders, plan.file, plan.profile.names, speeds=speeds, kept=kept)
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
@@ -449,34 +450,34 @@ def forget(directory: str, kept: Collection[str]) -> None:
 def durable_values(plan: Plan) -> FileLayout:
     """The values of a plan that a run goes on from, with the bytes of their chunks."""
     return {
-        (kind, unit.name): plan.sizes.chunks[kind][index]
+        (kind, unit): chunks
         for kind in ("state", "weight")
-        for index, unit in enumerate(plan.profile.units)
-        if plan.sizes.value[kind][index]
+        for unit, chunks in enumerate(plan.sizes.chunks[kind])
+        if plan.sizes.value[kind][unit]
     }
 
 
 def layout_of(plan: Plan) -> dict[str, Any]:
     """Which bytes of the first homes are whose."""
-    values, places, end = durable_values(plan), dict[tuple[str, str, int], list[int]](), 0
-    for (kind, name), sizes in values.items():
+    values, places, end = durable_values(plan), dict[tuple[Kind, int, int], list[int]](), 0
+    for (kind, unit), sizes in values.items():
         for chunk, size in enumerate(sizes):
-            places[kind, name, chunk] = [len(places), end, size]
+            places[kind, unit, chunk] = [len(places), end, size]
             end += size
     beside = sum(sum(sizes) for key, sizes in plan.file.items() if key not in values)
     chunks = list[dict[str, Any]]()
-    for index, unit in enumerate(plan.profile.units):
-        names = [one.name for one in unit.parameters]
-        for at, pieces in sorted(plan.profile.by_chunk(index).items()):
+    for unit, spec in enumerate(plan.profile.units):
+        names = [one.name for one in spec.parameters]
+        for at, pieces in sorted(plan.profile.by_chunk(unit).items()):
             of = [
                 [names[p.parameter], plan.profile.element(p), p.chunk_start, p.elements]
                 for p in pieces
             ]
-            one: dict[str, Any] = {"weight": places["weight", unit.name, at], "pieces": of}
-            one["state"] = places.get(("state", unit.name, at))
-            one["elements"] = unit.chunks[at].elements if at < len(unit.chunks) else 0
+            one: dict[str, Any] = {"weight": places["weight", unit, at], "pieces": of}
+            one["state"] = places.get(("state", unit, at))
+            one["elements"] = spec.chunks[at].elements if at < len(spec.chunks) else 0
             chunks.append(one)
-    all_ = (one for unit in plan.profile.full for one in unit.parameters)
+    all_ = (one for full in plan.profile.full for one in full.parameters)
     return {
         "format": FORMAT,
         "rule": plan.states.rule,

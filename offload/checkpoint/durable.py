@@ -86,13 +86,7 @@ class Commits:
         refuse_extra_state(model)
         self._every = every
         plan = self._engine.plan
-        there, units = durable_values(plan), [unit.name for unit in plan.profile.units]
-        self._values = [
-            (kind, index)
-            for kind in ("weight", "state")
-            for index, name in enumerate(units)
-            if (kind, name) in there and plan.home(kind, index).tier != "nvme"
-        ]
+        self._values = [key for key in durable_values(plan) if plan.home(*key).tier != "nvme"]
         """Those that no update writes."""
         self._streams = all(kind == "weight" for kind, _ in self._values)
         self._changed, self._edited = set(self._values), False
@@ -361,9 +355,9 @@ class Commits:
     def _write(self, kind: Any, unit: int, step: int) -> None:
         """Write a value whose home is in memory, chunk by chunk."""
         engine, runner = self._engine, self._engine.runner
-        spec = engine.plan.profile.units[unit]
         pieces, parameters = engine.plan.profile.by_chunk(unit), engine.units[unit].parameters
         for chunk, size in enumerate(engine.plan.sizes.chunks[kind][unit]):
+            value = Value(kind, unit, chunk)
             if kind == "weight" and unit in engine.residents:
                 content = host_tensor(size)
                 with no_trap():  # Its update is over, and who waits for that is not told yet.
@@ -371,11 +365,11 @@ class Commits:
                         there, here = (part_of(piece, x, parameters) for x in (content, None))
                         there.copy_(here)
             else:
-                content = runner.read_home(Value(kind, unit, chunk))
+                content = runner.read_home(value)
                 if runner.device.holds(content) or content.data_ptr() % 4096:
                     away, content = content, host_tensor(size)
                     content.copy_(away)
-            self._store.write(kind, spec.name, content, step, chunk)
+            self._store.write(value, content, step)
 
 
 def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:

@@ -118,7 +118,7 @@ class Engine:
         self.active = ActiveUnits(runner, self.passes, self.snapshots, units, self.lock, self.check)
         self.updates: Any
         """Of `optim.update`, which stands above."""
-        names, clips = [unit.name for unit in self.plan.profile.units], self.plan.clips
+        names, clips = self.plan.profile.names, self.plan.clips
         self.early = EarlyUpdates(micro_batches, names, clips=clips)
         self.gradients = Gradients(runner, self.passes, self.snapshots)
         self.ranks: Any = None

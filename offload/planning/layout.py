@@ -84,7 +84,7 @@ class Buffer:
     bytes: int
 
 
-FileLayout = Mapping[tuple[Kind, str], Sequence[int]]
+FileLayout = Mapping[tuple[Kind, int], Sequence[int]]
 """By kind and unit, in the order of the file, the bytes of each chunk: multiples of 4 KiB."""
 
 
@@ -149,10 +149,10 @@ class Plan:
     def file(self) -> FileLayout:
         """The layout of the store's file: the values whose home is nvme, by kind and unit."""
         return {
-            (kind, unit.name): self.sizes.chunks[kind][u]
+            (kind, unit): self.sizes.chunks[kind][unit]
             for kind in KINDS
-            for u, unit in enumerate(self.profile.units)
-            if self.placements[u].of(kind) == "nvme" and self.bytes_of(kind, u)
+            for unit, placement in enumerate(self.placements)
+            if placement.of(kind) == "nvme" and self.bytes_of(kind, unit)
         }
 
     def home(self, kind: Kind, unit: int) -> Place:

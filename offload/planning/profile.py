@@ -281,6 +281,11 @@ class Profile:
     """The units as they are used, of which `units` are shards."""
     sharding: Sharding
 
+    @property
+    def names(self) -> list[str]:
+        """Those of the units."""
+        return [unit.name for unit in self.units]
+
     @cached_property
     def _places(self) -> dict[str, tuple[int, int, int]]:
         """By name: unit, index and first leaf in the norm of a parameter."""

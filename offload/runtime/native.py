@@ -229,7 +229,7 @@ class Native:
         chunks, given = self._store.chunks, []
         for one in group:
             base, stride = _at(one.at)
-            numbers = self._store.numbers(one.kind, one.unit, one.chunk)
+            numbers = self._store.numbers(one.value)
             for number, start, size, check, homes in chunks.native_chunks(numbers):
                 given.append((number, (base + start, stride), size, check, homes))
         return _native.chunks(group[0].writes, given, self._kernel.index, *chunks.native_counts())

@@ -242,13 +242,12 @@ class Reference:
         match job:
             case Copy(into, source):
                 into.bytes.copy_(source.bytes.view(into.bytes.dtype), non_blocking=True)
-            case Transfer(writes, kind, unit, chunk, at):
+            case Transfer(writes, value, at):
                 assert self._store is not None
                 if writes:
-                    step = int(self._store.chunks.step[0])
-                    self._store.write(kind, unit, at.bytes, step, chunk)
+                    self._store.write(value, at.bytes, int(self._store.chunks.step[0]))
                 else:
-                    self._store.read(kind, unit, at.bytes, chunk)
+                    self._store.read(value, at.bytes)
             case Add(source, into, dtype):
                 accumulate(_typed(into, dtype), _typed(source, dtype))
             case Squares(at, dtype, leaf, first):

@@ -26,7 +26,7 @@ import torch
 from cpu_adam.choice import leave_launching_cores, ptx
 from offload.planning.layout import Plan
 from offload.planning.profile import BLOCK_BYTES, Kind
-from offload.program.ops import ALL_CHUNKS, Lane, Op, Use, Value, Verb, cells
+from offload.program.ops import Lane, Op, Use, Value, Verb, cells
 from offload.program.verify import check_op
 from offload.runtime import entry
 from offload.runtime.device import Device
@@ -327,9 +327,7 @@ class Runner:
             return self.memory.at(Use(home, value))
         assert self.store is not None
         bounce = host_tensor(self.memory.extent(value)[1])
-        unit = self.plan.profile.units[value.unit].name
-        chunk = None if value.chunk == ALL_CHUNKS else value.chunk
-        self.store.read(value.kind, unit, bounce, chunk)
+        self.store.read(value, bounce)
         return bounce
 
     def read_weights(self, unit: int, out: torch.Tensor) -> None:
@@ -353,9 +351,7 @@ class Runner:
         if self.device.holds(content) or content.data_ptr() % BLOCK_BYTES:
             away, content = content, host_tensor(content.numel())
             self.copy_now(content, away)
-        unit = self.plan.profile.units[value.unit].name
-        part = None if value.chunk == ALL_CHUNKS else value.chunk
-        self.store.write(value.kind, unit, content, int(self.step[0]), part)
+        self.store.write(value, content, int(self.step[0]))
 
     def copy_now(self, into: torch.Tensor, source: torch.Tensor) -> None:
         """Copy on the user's thread; where that is between memories it waits for the bus."""
@@ -385,8 +381,7 @@ class ChunkCache:
         runner = self._runner
         if runner.store is None or runner.plan.home(value.kind, value.unit).tier != "nvme":
             return "memory"
-        unit = runner.plan.profile.units[value.unit].name
-        return runner.store.entry(value.kind, unit, value.chunk)
+        return runner.store.entry(value)
 
     def read(self, value: Value) -> torch.Tensor:
         """The bytes of a chunk at home, to be changed only by the one that writes it next."""

@@ -19,6 +19,7 @@ from cpu_adam import crc32c
 from offload.planning.layout import FileLayout
 from offload.planning.machine import DriveSpeed, shares_of
 from offload.planning.profile import BLOCK_BYTES, Kind
+from offload.program.ops import ALL_CHUNKS, Value
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -63,6 +64,7 @@ class Store:
     Args:
         directories: of the volume; several are striped over, `unit_bytes` on one before the next.
         layout: what the volume holds.
+        names: of the units, for messages.
         io: the system's calls, or a simulation of them.
         speeds: measured of each directory's drive, which then has its share.
         kept: what outlives the process.
@@ -76,6 +78,7 @@ class Store:
         self,
         directories: aio.Directory | Sequence[aio.Directory],
         layout: FileLayout,
+        names: Sequence[str],
         io: aio.IO | None = None,
         unit_bytes: int = aio.UNIT_BYTES,
         speeds: Sequence[DriveSpeed | None] = (),
@@ -83,12 +86,12 @@ class Store:
     ) -> None:
         twice = kept.values if kept is not None else {}
         layout = {**twice, **{key: sizes for key, sizes in layout.items() if key not in twice}}
-        self._layout, self._kept = layout, kept
+        self._layout, self._names, self._kept = layout, names, kept
         self._pid = os.getpid()
         sizes = [*itertools.chain(*layout.values())]
         two_homes = sum(map(len, twice.values()))
         starts = itertools.accumulate(map(len, layout.values()), initial=0)
-        self._first: dict[tuple[Kind, str], int] = dict(zip(layout, starts))
+        self._first: dict[tuple[Kind, int], int] = dict(zip(layout, starts))
         """By value, the number of its first chunk."""
         self.volume = aio.create_volume(
             directories,
@@ -112,30 +115,29 @@ class Store:
     def _name_of(self, number: int) -> str:
         key, first = next(one for one in reversed(self._first.items()) if one[1] <= number)
         kind, unit = key
-        return f"chunk {number - first} of {kind} of {unit!r}"
+        return f"chunk {number - first} of {kind} of {self._names[unit]!r}"
 
-    def read(self, kind: Kind, unit: str, into: torch.Tensor, chunk: int | None = None) -> None:
-        """Fill `into` with a chunk of a value, or all (None), as last written; see `Chunks.read`.
+    def read(self, value: Value, into: torch.Tensor) -> None:
+        """Fill `into` with a value or chunk, as last written; see `Chunks.read`.
 
         `into` is flat uint8 on the CPU, 4096-aligned, of the chunks' size.
         """
-        self.chunks.read(*self._chunks_of(kind, unit, chunk, into))
+        self.chunks.read(*self._chunks_of(value, into))
 
-    def write(
-        self, kind: Kind, unit: str, source: torch.Tensor, step: int, chunk: int | None = None
-    ) -> None:
+    def write(self, value: Value, source: torch.Tensor, step: int) -> None:
         """Store `source`, the result of a step, as `read` reads it; see `Chunks.write`."""
-        self.chunks.write(*self._chunks_of(kind, unit, chunk, source), step)
+        self.chunks.write(*self._chunks_of(value, source), step)
 
-    def entry(self, kind: Kind, unit: str, chunk: int) -> aio.ChunkEntry | None:
+    def entry(self, value: Value) -> aio.ChunkEntry | None:
         """The entry of a chunk; None if it is not readable."""
-        return self.chunks.entry(self._first[kind, unit] + chunk)
+        return self.chunks.entry(*self.numbers(value))
 
-    def numbers(self, kind: Kind, unit: str, chunk: int | None) -> range:
+    def numbers(self, value: Value) -> range:
         """The numbers in `chunks` of a chunk, or of all of a value."""
+        kind, unit, chunk = value
         first, count = self._first[kind, unit], len(self._layout[kind, unit])
         found = range(first, first + count)
-        return found if chunk is None else found[chunk : chunk + 1]
+        return found if chunk == ALL_CHUNKS else found[chunk : chunk + 1]
 
     def close(self) -> None:
         """Wait for transfers in flight, free the space. Idempotent; a no-op in a forked child."""
@@ -147,12 +149,10 @@ class Store:
             if self._kept is not None:
                 self._kept.close()
 
-    def _chunks_of(
-        self, kind: Kind, unit: str, chunk: int | None, tensor: torch.Tensor
-    ) -> tuple[range, Bytes]:
+    def _chunks_of(self, value: Value, tensor: torch.Tensor) -> tuple[range, Bytes]:
         """The numbers of the chunks, and the memory of `tensor`."""
-        sizes = self._layout[kind, unit]
-        size = sum(sizes) if chunk is None else sizes[chunk]
+        sizes = self._layout[value.kind, value.unit]
+        size = sum(sizes) if value.chunk == ALL_CHUNKS else sizes[value.chunk]
         assert (tensor.dtype, tuple(tensor.shape), tensor.stride()) == (torch.uint8, (size,), (1,))
         assert tensor.data_ptr() % BLOCK_BYTES == 0
-        return self.numbers(kind, unit, chunk), tensor.detach().numpy()
+        return self.numbers(value), tensor.detach().numpy()

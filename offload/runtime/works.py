@@ -56,12 +56,10 @@ class Copy(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """Read or write chunks of a value on nvme, all of them (None) or one."""
+    """Read or write a value on nvme, or a chunk of it."""
 
     writes: bool
-    kind: Kind
-    unit: str
-    chunk: int | None
+    value: Value
     at: At
 
 
@@ -148,10 +146,10 @@ class Works:
         if not op.bytes:
             return Work()
         (source,), (into,) = op.reads, op.writes
-        writes, name = into.place.tier == "nvme", self._plan.profile.units[op.value.unit].name
+        writes = into.place.tier == "nvme"
         if writes or source.place.tier == "nvme":
             at = At(self._at(source if writes else into))
-            return Work([Transfer(writes, op.value.kind, name, None, at)])
+            return Work([Transfer(writes, op.value, at)])
         return Work([Copy(At(self._at(into)), At(self._at(source)))])
 
     def add(self, op: Op, arrived: Collection[int], kept: Collection[int]) -> Work:
@@ -289,8 +287,7 @@ class Works:
         """Bring a value from one tier to the next, or put it back."""
         stage = self._staged(kind, unit, number, stop)
         if start == "nvme":
-            name = self._plan.profile.units[unit].name
-            yield Transfer(way == -1, kind, name, number, stage)
+            yield Transfer(way == -1, Value(kind, unit, number), stage)
             return
         if start != self._plan.home(kind, unit).tier:
             pairs = [(stage, self._staged(kind, unit, number, start))]
