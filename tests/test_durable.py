@@ -97,6 +97,21 @@ def test_a_run_goes_on_from_what_was_committed(
         assert_same(result_of(run), expected)
 
 
+def test_what_follows_a_commit_is_in_the_next_one(tmp_path: Path) -> None:
+    """Though no weight has changed: statistics of norms, a rate, the program's own data."""
+    with durable(CPU, tmp_path, build=buffered) as run:
+        steps(run, 1)
+        run.engine.commit()
+        run.model.get_buffer("seen").add_(3)
+        run.optimizer.param_groups[0]["lr"] = 0.125
+        run.engine.user_state = lambda: "later"
+        run.engine.commit()
+    with durable(CPU, tmp_path, build=buffered) as run:
+        assert run.engine.resumed == (1, "later")
+        assert run.optimizer.param_groups[0]["lr"] == 0.125
+        assert run.model.get_buffer("seen")[0] == 3
+
+
 def test_a_copy_of_the_model_commits_nothing_and_one_that_was_refused_has_no_hooks(
     tmp_path: Path,
 ) -> None:

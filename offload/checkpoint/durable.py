@@ -276,16 +276,16 @@ class Commits:
             self._edited = True
 
     def commit(self, *, alone: bool = False) -> None:
-        """Commit the last step, where anything has changed since one was closed; on all ranks, but
-        `alone`."""
+        """Commit the last step as all is now, on all ranks; `alone`, as this one comes to its end,
+        where weights or states have changed since one was closed."""
         self._join()
-        ranks = None if alone else self._engine.ranks
         new = self._engine.steps != self._closed or self._edited or self._versions != self._seen()
-        if new if ranks is None else ranks.failed(new):  # On any of them.
+        if new or not alone:
             self.close_step()
         self._join() if alone else self.wait()
-        if ranks is not None:  # Nobody leaves, maybe with the store, while another asks it.
-            ranks.failed(False)
+        if not alone and self._engine.ranks is not None:
+            # Nobody leaves, maybe with the store, while another asks it.
+            self._engine.ranks.failed(False)
 
     def loaded(self) -> None:
         """All values are those of another step, and so are the random numbers."""
