@@ -258,6 +258,6 @@ def test_a_user_without_a_home_trains_and_is_told(
     assert saved_speeds() == ({}, None)
     assert run(*SHORT, "--steps", "1", "--optimizer", "cpu") == 0
     told = capsys.readouterr().err
-    assert "note: no trace was left at ~/.cache/offload/runs: this user has" in told
+    assert "note: no trace was left at ~/.cache/offload/run.json: this user has" in told
     assert run("report") == 2
     assert "no home directory: set HOME or XDG_CACHE_HOME" in capsys.readouterr().err
