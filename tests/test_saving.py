@@ -67,6 +67,18 @@ def buffered() -> Net:
     return net
 
 
+def test_a_rate_that_is_a_tensor_stays_one(tmp_path: Path) -> None:
+    def adam(model: Net) -> Any:
+        return torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.01), foreach=False)
+
+    with attached(("cpu", "cpu", "cpu"), (), optimizer=adam) as run:
+        run.optimizer.param_groups[0]["lr"] *= 0.7
+        offload.save(run.model, run.optimizer, tmp_path / "saved")
+    with attached(("cpu", "cpu", "cpu"), (), optimizer=adam) as run:
+        offload.load(run.model, run.optimizer, tmp_path / "saved")
+        assert torch.equal(run.optimizer.param_groups[0]["lr"], torch.tensor(0.01) * 0.7)
+
+
 @pytest.mark.parametrize(("before", "after"), round_about(EVERYWHERE))
 def test_a_run_goes_on_with_the_same_bits(
     before: Any, after: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,7 +109,10 @@ def _inspect_run(where: str) -> Inspection:
             found.rows["user data"] = shown(decoded(run["user"]))
             number = f"{len(layout['parameters'])} parameters in {len(layout['chunks'])} chunks"
             found.rows["commit"] = f"{layout['rule']}, {layout['states']}: {number}"
-            found.rows["records"] = ", ".join(record_files(where, layout))
+            files = record_files(where, layout)
+            with suppress(OSError, ValueError):  # Of another layout, until the second commit.
+                files += record_files(where, read_commit(where, PREVIOUS)[1])
+            found.rows["records"] = ", ".join(dict.fromkeys(files))
         if not wrong and name == COMMIT:
             break
         if not wrong:
