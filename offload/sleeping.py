@@ -64,7 +64,7 @@ def sleep(model: nn.Module, tier: Literal["cpu", "nvme"] = "cpu") -> None:
     runner, residents = engine.runner, [engine.units[unit] for unit in engine.plan.residents]
     with engine.lock:  # A step of another thread's comes before, or finds it asleep.
         engine.settle()
-        if engine.commits.durable:
+        if engine.commits.durable and not engine.commits.amid_step:
             engine.commit()
         gradients = {
             parameter

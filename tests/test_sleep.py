@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import offload
+from offload.checkpoint.commit_reader import read_commit
 from offload.program.ops import Lane, Op
 from offload.runtime.memory import host_tensor
 from tests.optimizers import of_any_dtype
@@ -316,3 +317,18 @@ def test_a_graph_of_before_is_refused(tmp_path: Path) -> None:
             loss.backward()
         run.optimizer.zero_grad()
         plain(run, 0)
+
+
+def test_no_step_is_committed_whose_successor_has_begun(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    durable = {"durable": str(directory), "commit_every": 100}
+    with attached(("cpu", "cpu", "cpu"), (), **durable) as run:
+        for _ in range(2):
+            run.loss().backward()
+            offload.sleep(run.model)
+            offload.wake(run.model)
+            assert not (directory / "commit.json").exists()
+            run.step()
+        offload.sleep(run.model)
+        assert read_commit(str(directory))[0]["run"]["step"] == 2
+        offload.wake(run.model)

@@ -199,6 +199,13 @@ class Commits:
             if self.due(step) if self._engine.ranks is None else self._agreed:
                 self.close_step(forward=True)
 
+    @property
+    def amid_step(self) -> bool:
+        """Whether a step has begun on any rank: what its forward has changed, such as statistics of
+        norms, belongs to it, and the last one can no more be committed as it was."""
+        begun, ranks = self._asked == self._engine.steps, self._engine.ranks
+        return begun if ranks is None else ranks.failed(begun)
+
     def due(self, step: int) -> bool:
         """Whether a step is to be committed, as far as this rank knows."""
         if self._every is not None:

@@ -554,8 +554,9 @@ class Engine:
 
     @entry
     def commit(self, *, alone: bool = False) -> None:
-        """Commit the last step now, where the engine is durable, and return when that is done; over
-        ranks on all of them, unless this one comes to its end `alone`.
+        """Commit the last step as all is now, where the engine is durable, and return when that is
+        done; over ranks on all of them, unless this one comes to its end `alone`. Gradients are no
+        part of a commit: do it after `step()`, not between the backwards of a step.
 
         Raises:
             ValueError: the engine is not durable.
