@@ -189,9 +189,10 @@ def test_what_changes_nothing_is_let_through(tmp_path: Path) -> None:
 
 
 def test_the_optimizer_has_torchs_own_hooks(tmp_path: Path) -> None:
-    model = small()
-    _, optimizer = offload.attach(model, adamw(model), config(MIXED, tmp_path))
-    seen: list[str] = []
+    model, seen = small(), list[str]()
+    plain = adamw(model)
+    plain.register_step_post_hook(lambda *_: seen.append("from before"))
+    _, optimizer = offload.attach(model, plain, config(MIXED, tmp_path))
     handles = [
         optimizer.register_step_pre_hook(lambda *_: seen.append("before")),
         optimizer.register_step_post_hook(lambda *_: seen.append("after")),
@@ -203,7 +204,22 @@ def test_the_optimizer_has_torchs_own_hooks(tmp_path: Path) -> None:
             optimizer.state_dict()
             for handle in handles:
                 handle.remove()
-    assert seen == ["before", "after", "saved"]
+    assert seen == ["before", "from before", "after", "saved", "from before"]
+
+
+def test_hooks_of_an_optimizer_stay_through_attach_and_detach(tmp_path: Path) -> None:
+    model, seen = small(), list[str]()
+    _, optimizer = offload.attach(model, adamw(model), config(MIXED, tmp_path))
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    for _ in range(2):
+        _, plain = offload.detach(model)
+        torch_step(model, plain)
+        assert seen.pop() == "before"
+        _, optimizer = offload.attach(model, plain, config(MIXED, tmp_path))
+        torch_step(model, optimizer)
+        assert seen.pop() == "before"
+        assert not seen
+    offload.detach(model)
 
 
 class Rotary(nn.Module):

@@ -18,6 +18,7 @@ from offload.model.passes import refuse_inside
 from offload.optim.states import States, check_state
 from offload.optim.supported_optimizers import check_group, hyper_of, rule_of
 from offload.runtime.entry import entry
+from offload.runtime.torch_internals import share_step_hooks
 
 ELSEWHERE = "states are elsewhere"
 """A key in what `TrainerMixin` writes in the place of a state dict: the folder that has it."""
@@ -82,6 +83,8 @@ class Optimizer(torch.optim.Optimizer):
         self.param_groups = original.param_groups
         engine.early.freeze = self._freeze_early
         self._hyper_of = hyper_of(original)
+        give_back(original)  # Its hooks are the user's alone.
+        share_step_hooks(original, self)
         _hook(original, _refuse_step)
 
     @property
@@ -246,6 +249,7 @@ class Optimizer(torch.optim.Optimizer):
                     whole = self.engine.whole(*place, self.engine.part(*place, value))
                     found[name] = self.engine.wrapped(*place, whole).to(parameter.device)
             self._original.state[parameter] = found
+        share_step_hooks(self, self._original)
         if isinstance(self._original, CPUOptimizer):
             give_back(self._original)
         else:

@@ -90,6 +90,13 @@ def gradient_hooks(parameter: torch.Tensor) -> Any:
     return getattr(parameter, "_post_accumulate_grad_hooks", None)
 
 
+def share_step_hooks(source: torch.optim.Optimizer, into: torch.optim.Optimizer) -> None:
+    """Let an optimizer call what is registered before and after another one's step, too. Where the
+    names are missing it does not."""
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        getattr(into, name, {}).update(getattr(source, name, {}))
+
+
 number_copies: Any = getattr(torch.amp.grad_scaler, "_MultiDeviceReplicator", None)
 """The class by which `GradScaler` gives each device a copy of its numbers, see [Note: Scaler] of
 `device`. Where it is missing copies to the CPU may be read before they have arrived: an accelerator
