@@ -153,7 +153,8 @@ def _let_go_of_all(engine: Engine) -> None:
     engine.end_pass(finished=False)
     engine.snapshots.boundary()
     engine.gradients.let_go()
-    engine.come_to_rest()  # Until here other ranks may be in a forward, which this one serves.
+    # Until here other ranks may be in a forward, which this one serves.
+    engine.come_to_rest("offload.sleep")
     engine.gradients.forget_places()
     engine.passes.forget()
     engine.runner.forget()

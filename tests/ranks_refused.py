@@ -199,9 +199,13 @@ def _unreadable(*_: object) -> None:
 
 
 def save_in_vain(rank: int, ranks: int, how: How, folder: str) -> str:
-    """Save where the drive of rank 0 is full in the middle; what this rank is told. Then go on."""
+    """Save where the drive of rank 0 is full in the middle; what this rank is told. Then go on. And
+    before, where each rank names another folder."""
     model, optimizer = _attached(how)
     _steps(model, optimizer, how, rank, ranks, [0])
+    with pytest.raises(ValueError, match=r"calls: rank 0 at offload.save to .*0, rank 1 at .*1\. "):
+        offload.save(model, optimizer, f"{folder}{rank}")
+    assert not os.path.exists(f"{folder}{rank}")
     with pytest.MonkeyPatch.context() as patched:
         if rank == 0:
             patched.setattr(aio.Writer, "_send", _full)

@@ -8,8 +8,10 @@ import os
 import re
 import sys
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -75,17 +77,25 @@ def test_nvme_without_a_path_means_the_working_directory():
     assert options.parse(["--optimizer", "cpu"]).placing.nvme_path == ()
 
 
+TEXT = data.Corpus("a text", np.zeros(5), np.zeros(5))
+
+
 def test_a_run_goes_on_with_the_flags_that_it_began_with():
     """More steps are fine, and told."""
     engine = SimpleNamespace(resumed=None)
-    assert not list(train._go_on(options.Train(lr=0.5), engine))
+    assert not list(train._go_on(options.Train(lr=0.5), TEXT, engine))
     engine.resumed = 3, engine.user_state()
-    assert not list(train._go_on(options.Train(lr=0.5), engine))
+    assert not list(train._go_on(options.Train(lr=0.5), TEXT, engine))
     with warnings.catch_warnings():
-        (told,) = train._go_on(options.Train(lr=0.5, steps=9), engine)
+        (told,) = train._go_on(options.Train(lr=0.5, steps=9), TEXT, engine)
     assert "--steps was 120" in told
     with pytest.raises(BadInput, match=r"--lr 0.25: run has a run with 0.5"):
-        list(train._go_on(options.parse(["--lr=0.25", "--durable", "run"]), engine))
+        list(train._go_on(options.parse(["--lr=0.25", "--durable", "run"]), TEXT, engine))
+    with pytest.raises(BadInput, match=r"--max-grad-norm 1.0: run has a run with None"):
+        asked = ["--lr=0.5", "--max-grad-norm=1", "--durable=run"]
+        list(train._go_on(options.parse(asked), TEXT, engine))
+    with pytest.raises(BadInput, match="--data 4 bytes: None has a run with 5 bytes"):
+        list(train._go_on(options.Train(lr=0.5), replace(TEXT, training=np.zeros(4)), engine))
 
 
 REFUSED_FLAGS = {

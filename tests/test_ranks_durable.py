@@ -72,6 +72,7 @@ def test_a_run_goes_on_in_other_places(
     inspected = inspect(tmp_path / "run")
     assert not inspected.broken
     assert inspected.rows["rank-1: step"] == str(STEPS)
+    assert inspected.rows["goes on from"].startswith(f"step {STEPS}, the last that ")
     (run, sets), (_, same) = (
         save_reader.read(convert(str(tmp_path / name), str(made)) or str(made))
         for name, made in (("run", tmp_path / "saved"), ("whole", tmp_path / "other"))

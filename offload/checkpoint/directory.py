@@ -74,7 +74,8 @@ def whole_directory(path: str) -> Iterator[str]:
             shutil.rmtree(os.path.join(parent, other), ignore_errors=True)
     new = os.path.join(parent, f".{name}.new.{os.getpid()}")
     shutil.rmtree(new, ignore_errors=True)
-    os.mkdir(new, 0o700)
+    with naming(f"save to {path}", parent):
+        os.mkdir(new, 0o700)
     try:
         yield new
         flush(new)

@@ -74,7 +74,7 @@ def export(
     if options and not adapters:
         raise TypeError(f"export: {', '.join(options)} is of adapters, and the model has none")
     with engine.lock, ExitStack() as opened:
-        engine.come_to_rest()
+        engine.come_to_rest(f"an export to {where}")
         values = _adapters(engine, model, options) if adapters else {}
         opened.enter_context(interruptible())
 

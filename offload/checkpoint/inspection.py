@@ -17,6 +17,7 @@ from offload.checkpoint.commit_reader import (
     read_commit,
     record_files,
 )
+from offload.checkpoint.commits import last_of_all, made_in, read_parts
 from offload.checkpoint.directory import RUN, decoded, read_run
 from offload.checkpoint.schema import shown
 from offload.checkpoint.shards import PART_ELEMENTS, WEIGHTS, SetsReader
@@ -51,7 +52,7 @@ def inspect(directory: str | os.PathLike[str]) -> Inspection:
         return _inspect_run(where)
     if any(name in (RUN, SINGLE) or name.endswith(INDEX) for name in names):
         return _inspect_save(where)
-    if ranks := [name for name in names if name.startswith(RANK)]:
+    if ranks := [n for n in names if n.startswith(RANK) and n.removeprefix(RANK).isdigit()]:
         return _inspect_ranks(where, ranks)
     told = f"asked to inspect it; found no {COMMIT}, no {RUN}, no {SINGLE} and no index of others"
     likely = "another directory"
@@ -124,8 +125,17 @@ def _inspect_run(where: str) -> Inspection:
 
 def _inspect_ranks(where: str, ranks: list[str]) -> Inspection:
     """Of a durable run over ranks."""
-    found = Inspection()
+    found, numbers = Inspection(), {name: int(name.removeprefix(RANK)) for name in ranks}
+    made, count = {n: made_in(os.path.join(where, name)) for name, n in numbers.items()}, len(ranks)
+    try:
+        if (last := last_of_all(made, where)) is not None:
+            step, count = read_parts(where, last, made)[0][1]["run"]["step"], last.ranks
+            found.rows["goes on from"] = f"step {step}, the last that {count} ranks have committed"
+    except OSError as error:
+        found.broken.append(told(error))
     for name in ranks:
+        if numbers[name] >= count:
+            found.rows[name] = "of more ranks, before: no part of that"
         one = _inspect_run(os.path.join(where, name))
         found.rows |= {f"{name}: {key}": row for key, row in one.rows.items()}
         found.broken += one.broken

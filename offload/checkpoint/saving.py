@@ -118,7 +118,7 @@ def save(
     if scheduler is not None:
         run["scheduler"] = encoded(scheduler.state_dict(), "the scheduler's state")
     with engine.lock, ExitStack() as opened:
-        engine.come_to_rest()
+        engine.come_to_rest(f"offload.save to {where}")
         if optimizer is not None:
             run["optimizer"] = optimizer_of(engine, optimizer)
             run["random"] = random_state(engine.runner.device.torch_device)
@@ -168,7 +168,7 @@ def load(
             run.pop("optimizer", None)
         else:
             check_run(run, optimizer, scheduler, asked)
-        engine.come_to_rest()
+        engine.come_to_rest(f"offload.load of {where}")
         sets = sets_of(engine, model, run)
         backend = opened.enter_context(closing(aio.open_backend()))
         reader = opened.enter_context(closing(SetsReader(where, sets, backend)))
@@ -526,7 +526,8 @@ def check_run(run: Mapping[str, Any], optimizer: Optimizer, scheduler: Any, aske
         raise ValueError(
             f"{asked}; found a scheduler in the save; give scheduler="
             if "scheduler" in run
-            else f"{asked}; found no scheduler in the save; leave scheduler= out"
+            else f"{asked}; found no scheduler in the save; leave scheduler= out (of a durable "
+            "run it is in the user data, which load returns)"
         )
     if saved["rule"] != optimizer.rule:
         raise ValueError(

@@ -110,7 +110,7 @@ def _in_one_line(told: str, kind: type, command: str) -> str:
         name, known = unknown[1], [flag(one.name) for one in fields_of(kind)]
         close = nearest(name, known)
         if not name.startswith("-"):
-            return f"{name} belongs to no option: switches such as --json take no value"
+            return f"{name} belongs to no option: its --NAME is missing, or takes no value"
         return f"there is no option {name}{close}: {command} --help has all"
     if wrong := re.match(r"invalid choice '(.*)' for argument '(.*)'\..*?\((.*)\)", line):
         choices = [one for one in re.findall(r"'([^']*)'", wrong[3]) if one != "None"]

@@ -227,7 +227,8 @@ def _lacks(
         return (
             f"{asked.model} does not fit a GPU of {asked.machine}: the slots of whole units take "
             f"{size}, and their budget is {format_bytes(budgets['device'])}; try --device-memory "
-            f"and fewer tokens at once, --parts {PARTS[-1]}, --shard 3 or a narrower model"
+            f"and fewer tokens at once, --parts {PARTS[-1]}{', --shard 3' * (sharding.ranks > 1)} "
+            "or a narrower model"
         )
     sizes = (least.sizes.value[kind] for kind in KINDS)
     taken = {id(one.flat): size for one, size in zip(few, map(sum, zip(*sizes)))}

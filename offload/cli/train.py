@@ -31,7 +31,7 @@ from offload.runtime.stats import Report
 LR_10M = 2e-3
 """Default of the smallest model's peak learning rate."""
 
-COURSE = ("seed", "lr", "warmup", "weight_decay", "batch", "micro_batches", "seq_len")
+COURSE = ("seed", "lr", "warmup", "weight_decay", "batch", "micro_batches", "seq_len", "data")
 """Settings with which a durable run goes on as it began; --steps may be more, or fewer."""
 
 LR_FLOOR = 0.05
@@ -62,7 +62,7 @@ def command(arguments: Sequence[str]) -> None:
             (model, optimizer), told = warnings_of(lambda: build(settings))
         with optimizer.engine as engine:
             known = engine.notices
-            remarks.notes([*told, *known, *_go_on(settings, engine)])
+            remarks.notes([*told, *known, *_go_on(settings, corpus, engine)])
             _introduce(console, settings, model, corpus, engine)
             reached = Reached()
             try:
@@ -125,19 +125,24 @@ def _leave(remarks: Output, reached: Reached) -> None:
         )
 
 
-def _go_on(settings: Train, engine: Any) -> Iterator[str]:
+def _go_on(settings: Train, corpus: data.Corpus, engine: Any) -> Iterator[str]:
     """Refuse a course other than that of the run that goes on, and tell of other steps. Where in
     its data a run is, and its rate, follow from these and the number of the step."""
-    course = {name: getattr(settings, name) for name in COURSE} | {"lr": peak_lr(settings)}
+    course = {name: getattr(settings, name) for name in COURSE}
+    course |= {
+        name: getattr(settings.placing, name) for name in ("max_grad_norm", "gradient_dtype")
+    }
+    course |= {"lr": peak_lr(settings), "data": f"{len(corpus.training):,} bytes"}
     engine.user_state = lambda: {**course, "steps": settings.steps}
     before = engine.resumed[1] if engine.resumed else {}
     for name, now in course.items():
         if before.get(name, now) != now:
             raise BadInput(
                 f"{flag(name)} {now}: {settings.placing.durable} has a run with {before[name]}, "
-                "which goes on with that; give the flags of then, or another --durable"
+                "and goes on with that; give the flags of then, or another --durable"
             )
-    if (steps := before.get("steps", settings.steps)) != settings.steps:
+    steps = before.get("steps", settings.steps)
+    if steps != settings.steps and engine.resumed[0] < settings.steps:
         yield f"--steps was {steps}: the learning rate falls from here to the end of now"
         warnings.filterwarnings("ignore", "group . goes on with", RuntimeWarning)
 

@@ -524,8 +524,9 @@ class Engine:
             self.updates.settle()
             self.commits.wait()
 
-    def come_to_rest(self) -> None:
-        """Let all values be at home, and nothing under way, on all ranks."""
+    def come_to_rest(self, before: str) -> None:
+        """Let all values be at home, and nothing under way, on all ranks, which come to the same:
+        what is done then, in words."""
         self.settle()
         self.end_pass(finished=False)
         self.snapshots.boundary()
@@ -533,6 +534,7 @@ class Engine:
         self.runner.drain()
         if self.ranks is not None:
             self.ranks.failed(False)
+            self.ranks.group.require_same(before)
 
     # -- reports and the end ---------------------------------------------------------------------
 

@@ -187,6 +187,17 @@ class Group:
         """Refuse ranks that have given another value to what was on the meta device."""
         self._compare(f"parameters whose checksum is {self._checksum}")
 
+    def require_same(self, call: str) -> None:
+        """Refuse ranks that are at different calls."""
+        said = self.all_objects(call)
+        for rank, one in enumerate(said):
+            if one != said[0]:
+                raise ValueError(
+                    f"the ranks are at different calls: rank 0 at {said[0]}, rank {rank} at {one}. "
+                    "All of them make each call, and name one directory: likely one stands in "
+                    "`if rank == 0`"
+                )
+
     def _compare(self, *mine: object) -> None:
         said = self.all_objects(mine)
         for rank, one in enumerate(said):
