@@ -108,6 +108,14 @@ def test_what_follows_a_commit_is_in_the_next_one(tmp_path: Path) -> None:
         run.engine.commit()
     with durable(CPU, tmp_path, build=buffered) as run:
         assert run.engine.resumed == (1, "later")
+        found = torch.rand(1)
+        run.engine.user_state = lambda: "again"
+        run.engine.commit()
+    with durable(CPU, tmp_path, build=buffered) as run:
+        run.engine.commit()
+    with durable(CPU, tmp_path, build=buffered) as run:
+        assert run.engine.resumed == (1, "again")
+        assert torch.equal(torch.rand(1), found)  # The program draws it again.
         assert run.optimizer.param_groups[0]["lr"] == 0.125
         assert run.model.get_buffer("seen")[0] == 3
 

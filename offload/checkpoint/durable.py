@@ -237,6 +237,10 @@ class Commits:
             "random": random_state(engine.runner.device.torch_device),
             **self._directory.begin(),
         }
+        if self._restored is not None:  # What the program draws until then it will draw again.
+            kept, forward = self._restored
+            run["random"] = kept["random"]
+            run["user"] = kept["user"] if engine.user_state is None else run["user"]
         buffers = {
             name: value.detach().cpu().clone(memory_format=torch.contiguous_format)
             for name, value in buffers_in(self._buffers)
