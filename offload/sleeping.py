@@ -102,7 +102,7 @@ def wake(model: nn.Module) -> None:
                 "offload.wake: the model is not asleep: offload.sleep(model) goes first"
             )
         if engine.ranks is not None:
-            engine.ranks.failed(False)
+            engine.ranks.meet()
         group = engine.ranks and engine.ranks.group
         fresh = all_or_none(group, lambda: _taken_back(engine, area), lambda _: area.sleep_on())
         for value, index, found in fresh:  # Of each unit the weights come first.

@@ -204,7 +204,7 @@ class Commits:
         """Whether a step has begun on any rank: what its forward has changed, such as statistics of
         norms, belongs to it, and the last one can no more be committed as it was."""
         begun, ranks = self._asked == self._engine.steps, self._engine.ranks
-        return begun if ranks is None else ranks.failed(begun)
+        return begun if ranks is None else ranks.meet(begun)
 
     def due(self, step: int) -> bool:
         """Whether a step is to be committed, as far as this rank knows."""
@@ -296,7 +296,7 @@ class Commits:
         self._join() if alone else self.wait()
         if not alone and self._engine.ranks is not None:
             # Nobody leaves, maybe with the store, while another asks it.
-            self._engine.ranks.failed(False)
+            self._engine.ranks.meet()
 
     def loaded(self) -> None:
         """All values are those of another step, and so are the random numbers."""

@@ -56,7 +56,7 @@ def read_together(engine: Engine, reader: SetsReader, read: Callable[[], object]
     if engine.ranks is None:
         read()
         return
-    engine.ranks.failed(False)  # Nothing is changed unless all of them have come here.
+    engine.ranks.meet()  # Nothing is changed unless all of them have come here.
     engine.ranks.group.all_or_none(read)
     reader.check(engine.ranks.group.all_objects(reader.parts))
 
@@ -77,7 +77,7 @@ def _of_all(engine: Engine, mine: Parts, sets: Sets, failed: list[Exception]) ->
     full, count = engine.plan.profile.full, group.ranks
     profiles = [profile_of(full, sharding=Sharding(at, count)) for at in range(count)]
     for unit in (*full, None):
-        if ranks.failed(bool(failed)):
+        if ranks.meet(bool(failed)):
             raise _Elsewhere
         parts = (
             (rank, prefix, named[one.name]._replace(shape=(items(prefix, piece.elements),)))

@@ -96,9 +96,9 @@ class Ranks:
         rows = torch.stack(self.group.all_tensors(table))
         return rows.amax(0) if largest else rows.sum(0).pow(1 / order)
 
-    def failed(self, mine: bool) -> bool:
-        """Meet in a save, load, sleep or wake; whether it has failed on any rank."""
-        return any(one.payload for one in self.collectives.meet(Kind.SAVE, 0, mine))
+    def meet(self, told: bool = False) -> bool:
+        """Let all ranks come here, in a save, load, sleep or wake; what any of them tells."""
+        return any(one.payload for one in self.collectives.meet(Kind.SAVE, 0, told))
 
     @contextmanager
     def gathered(
