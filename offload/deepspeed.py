@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from offload.planning.machine import ranks_of_job
+
 
 @dataclass(frozen=True, slots=True)
 class Key:
@@ -225,7 +227,7 @@ def _micro_batches(values: Mapping[str, Any]) -> int | None:
     whole, micro, count = (values.get(name) for name in _COUNTS)
     if whole is None or micro is None:
         return count
-    ranks = int(os.environ.get("WORLD_SIZE") or 1)  # Of the whole job; set by launchers.
+    ranks = ranks_of_job()
     found, rest = divmod(whole, micro * ranks)
     if rest or not found or count not in (None, found):
         raise ValueError(

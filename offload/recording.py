@@ -100,8 +100,8 @@ def _predicted(engine: Engine, trace: Trace, since: float) -> tuple[Prediction |
     if (count := len(ran) // steps) > SIMULATED_OPS_MAX:
         told = f"a step has {count:,} operations, more than the simulator's {SIMULATED_OPS_MAX:,}"
         return None, told
-    phases = program_of(engine).phases
-    ops = [op for name in ("forward", "backward_first") for op in phases[name].ops]
+    program = program_of(engine)
+    ops = [op for name in ("forward", "backward_first") for op in program.phases[name].ops]
     uses = Counter((op.value.unit, op.verb) for op in ops if op.verb in OF_USER)
     expected = engine.passes.orders[Verb.BACKWARD]  # Of an embedding it is not announced.
     announced = sum(engine.plan.profile.units[unit].backward for unit in expected)
@@ -121,7 +121,7 @@ def _predicted(engine: Engine, trace: Trace, since: float) -> tuple[Prediction |
     machine = _machine(ran, device_is_cpu=engine.runner.device.is_host)
 
     found = predict(
-        program_of(engine),
+        program,
         machine,
         lambda unit, verb: compute[unit, verb] / uses[unit, verb],
         micro_batches=micro_batches,

@@ -1,6 +1,6 @@
 """Many ranks train one model: what each asks of the others, and in which order.
 
-Imported where there are several ranks, and only there.
+`attach` imports it where there are several ranks, and only there.
 """
 
 from __future__ import annotations
