@@ -15,7 +15,7 @@ import torch
 import offload
 from offload.checkpoint.commits import RunDirectory
 from tests.ranks import MEMORY, How, digest, values_of
-from tests.ranks_jobs import _mesh, _steps
+from tests.ranks_jobs import _attached, _mesh, _steps
 
 
 @dataclass(frozen=True)
@@ -139,3 +139,23 @@ def _slow_down() -> None:
         write(self, *args, **options)
 
     RunDirectory.write = slowly  # type: ignore[method-assign]
+
+
+def uneven(rank: int, ranks: int, how: How, more: int) -> tuple[int, list[float]]:
+    """Evaluate weights that are halved, and then the true ones, on other ranks `more` batches than
+    on the first. Gives a digest of what is left, and the losses of training."""
+    model, optimizer = _attached(how)
+    losses = list[float]()
+    for step in range(3):
+        losses += _steps(model, optimizer, how, rank, ranks, [step])
+        with offload.gathered(model):
+            live = {name: value.clone() for name, value in model.state_dict().items()}
+        for weights in {name: value / 2 for name, value in live.items()}, live:
+            model.load_state_dict(weights)
+            with torch.no_grad():
+                for _ in range(1 + more * rank):
+                    how.loss(model, 0)
+        optimizer.engine.commit()
+    found = digest(values_of(model, optimizer))
+    offload.engine_of(model).close()
+    return found, losses

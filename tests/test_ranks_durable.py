@@ -19,6 +19,7 @@ from offload.checkpoint.inspection import inspect
 from tests import save_reader
 from tests.ranks import Failed, How, World, worlds_of
 from tests.ranks_durable import Life
+from tests.training import some_fast
 
 JOB = "tests.ranks_durable."
 STEPS = 6
@@ -171,6 +172,18 @@ def test_machines_that_share_no_directory(worlds: dict[int, World], tmp_path: Pa
 def test_an_edit_is_committed_by_all(worlds: dict[int, World], tmp_path: Path) -> None:
     found = worlds[2].run(JOB + "edit_and_commit", of("plain", "cpu", tmp_path / "run"))
     assert found == [[3.0, 3.0]] * 2
+
+
+@pytest.mark.parametrize("shard", some_fast([3, 2]))
+def test_a_rank_that_evaluates_more_sees_the_weights_of_all(
+    worlds: dict[int, World], shard: int, tmp_path: Path
+) -> None:
+    """Others load, and commit, when it has come as far."""
+    found = [
+        worlds[2].run(JOB + "uneven", of("plain", "cpu", tmp_path / str(more), shard=shard), more)
+        for more in (0, 2)
+    ]
+    assert found[0] == found[1]
 
 
 def test_nobody_leaves_a_commit_before_all_know_that_it_is_made(

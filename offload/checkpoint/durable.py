@@ -290,13 +290,15 @@ class Commits:
         """Commit the last step as all is now, on all ranks; `alone`, as this one comes to its end,
         where weights or states have changed since one was closed."""
         self._join()
+        ranks = None if alone else self._engine.ranks
+        if ranks is not None:  # Others may be in a forward, which this one serves.
+            ranks.meet()
         new = self._engine.steps != self._closed or self._edited or self._versions != self._seen()
         if new or not alone:
             self.close_step()
         self._join() if alone else self.wait()
-        if not alone and self._engine.ranks is not None:
-            # Nobody leaves, maybe with the store, while another asks it.
-            self._engine.ranks.meet()
+        if ranks is not None:  # Nobody leaves, maybe with the store, while another asks it.
+            ranks.meet()
 
     def loaded(self) -> None:
         """All values are those of another step, and so are the random numbers."""

@@ -89,6 +89,9 @@ class Hooks:
             if own or module is model:
                 saving: Any = module.register_state_dict_pre_hook
                 keep(saving(Hook(_before_state_dict, engine, {u for u, _ in own.values()})))
+        if engine.ranks is not None:
+            loading: Any = model.register_load_state_dict_pre_hook
+            keep(loading(Hook(_meet, engine)))
 
     @entry
     def _copy_weights(
@@ -315,6 +318,11 @@ def _refuse_lost_autocast(model: nn.Module) -> None:
 
 
 # -- state_dict ----------------------------------------------------------------------------------
+
+
+def _meet(engine: Engine, *_: object) -> None:
+    """All ranks load together: another may still be in a forward, with the weights of before."""
+    engine.ranks.meet()
 
 
 def _before_state_dict(
