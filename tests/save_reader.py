@@ -61,6 +61,8 @@ def decoded(value: Any) -> Any:
         return value
     if list(value) == ["__tuple__"]:
         return tuple(decoded(one) for one in value["__tuple__"])
+    if list(value) == ["__tensor__"]:
+        return value["__tensor__"][1]
     if list(value) == ["__items__"]:
         return {decoded(key): decoded(one) for key, one in value["__items__"]}
     return {key: decoded(one) for key, one in value.items()}

@@ -213,8 +213,10 @@ def encoded(value: Any, what: str) -> Any:
         if all(type(k) is str and not k.startswith("__") for k in found):
             return found
         return {"__items__": [[encoded(k, what), v] for k, v in found.items()]}
-    if isinstance(value, (torch.Tensor, np.generic)) and value.ndim == 0:
-        return value.item()  # A learning rate, mostly.
+    if isinstance(value, torch.Tensor) and value.ndim == 0:  # A learning rate, mostly.
+        return {"__tensor__": [str(value.dtype).removeprefix("torch."), value.item()]}
+    if isinstance(value, np.generic):
+        return value.item()
     raise TypeError(
         f"{what} is a {type(value).__name__}, and a save keeps data of JSON: None, bool, int, "
         "float, str, lists, tuples and dicts; put tensors in a file of your own"
@@ -231,6 +233,9 @@ def decoded(value: Any) -> Any:
         return tuple(map(decoded, value["__tuple__"]))
     if value.keys() == {"__items__"}:
         return {decoded(k): decoded(v) for k, v in value["__items__"]}
+    if value.keys() == {"__tensor__"}:
+        (dtype, item), known = value["__tensor__"], {name: getattr(torch, name) for name in NAMES}
+        return torch.tensor([item], dtype=known[dtype]).view(())
     return {k: decoded(v) for k, v in value.items()}
 
 

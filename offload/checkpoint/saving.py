@@ -477,11 +477,7 @@ def take_over(
         engine.steps = run["step"]
         if engine.ranks is not None:
             engine.ranks.group.step = engine.steps
-        for group, options in zip(optimizer.param_groups, given := options_of(run)):
-            # A rate that is a tensor stays one: its product with a scheduler's factor is rounded.
-            tensors = {k: one for k in options if torch.is_tensor(one := group.get(k))}
-            options |= {k: one.new_tensor(options[k]) for k, one in tensors.items()}
-        optimizer.take_options(given)
+        optimizer.take_options(options_of(run))
         rank = 0 if engine.ranks is None else engine.ranks.group.rank
         random = run.get("random_of_ranks", [run["random"]] if "random" in run else [])
         for one in random[rank : rank + 1]:  # None in what was converted.

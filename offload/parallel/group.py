@@ -341,6 +341,7 @@ class Group:
             self._over = self._over or found
             if found is error:
                 raise
+            self.fail(found)  # Who waits for this rank hears why.
             raise found from error
 
     def look(self, waited_s: float) -> None:

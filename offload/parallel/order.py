@@ -63,7 +63,7 @@ TEXTS = {
     Kind.END: "was at the end of a pass",
     Kind.STEP: "called step()",
     Kind.VALUES: "asked for values (a norm, offload.gathered())",
-    Kind.SAVE: "saves or loads, sleeps or wakes (offload.save, load_state_dict, offload.sleep...)",
+    Kind.SAVE: "saves, loads, commits, sleeps or wakes (offload.save, load_state_dict, sleep...)",
 }
 
 
