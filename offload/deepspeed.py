@@ -18,8 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from offload.planning.machine import ranks_of_job
-
 
 @dataclass(frozen=True, slots=True)
 class Key:
@@ -227,7 +225,7 @@ def _micro_batches(values: Mapping[str, Any]) -> int | None:
     whole, micro, count = (values.get(name) for name in _COUNTS)
     if whole is None or micro is None:
         return count
-    ranks = ranks_of_job()
+    ranks = int(os.environ.get("WORLD_SIZE") or 1)  # Of the whole job; set by launchers.
     found, rest = divmod(whole, micro * ranks)
     if rest or not found or count not in (None, found):
         raise ValueError(
