@@ -146,7 +146,7 @@ AT_ONCE = {
     "batches": "after step 1: rank 0: backwards=1; rank 1: backwards=2. Let",
     "skipped": "the ranks take different steps after step 1",
     "values": "rank 0 asked for values",
-    "save": "rank 0 saves .*; rank 1 called step.* take the call out of `if rank == 0`",
+    "save": "rank 0 saves.*; rank 1 called step.* take the call out of `if rank == 0`",
 }
 
 
