@@ -383,7 +383,7 @@ def test_records_on_a_drive_that_moved_are_found_by_a_link(tmp_path: Path) -> No
         expected = result_of(run)
     drive, moved = tmp_path / "drive", tmp_path / "moved"
     drive.rename(moved)
-    told = f"likely .* its drive is elsewhere; mount it there, or let {drive} be a link"
+    told = f"likely .* its drive is elsewhere; mount it there, or let '{drive}' be a link"
     with pytest.raises(FileNotFoundError, match=told), durable(CPU, tmp_path):
         pass
     drive.symlink_to(moved)

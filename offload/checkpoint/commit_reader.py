@@ -61,7 +61,7 @@ def read_commit(directory: str, name: str = COMMIT) -> tuple[dict[str, Any], dic
     with told(path, "where the values of a commit lie", "it is of another commit, or was changed"):
         _check_places(commit, layout, whole="part" not in commit["run"])
     for file, folder in zip(record_files(directory, layout), layout["folders"]):
-        likely = f"its drive is elsewhere; mount it there, or let {folder} be a link to it"
+        likely = f"its drive is elsewhere; mount it there, or let {folder!r} be a link to it"
         _require(file, commit, likely if folder else "it was not copied along; copy it again")
     return commit, layout
 
