@@ -167,6 +167,17 @@ def test_ranks_that_say_the_same_are_told_together() -> None:
     assert differences([one, one]) == "ranks 0, 1: the same values for other parameters"
 
 
+def test_that_a_rank_is_gone_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To those that wait for the one that found it, and would else wait for `comm_timeout`."""
+    group, told = Group.__new__(Group), list[BaseException]()
+    group._met, group._over = True, None
+    monkeypatch.setattr(Group, "_blame", lambda *_: EngineError("rank 3 is gone"))
+    monkeypatch.setattr(Group, "fail", lambda _, error: told.append(error))
+    with pytest.raises(EngineError, match="rank 3 is gone") as found, group._failing():
+        raise RuntimeError("Connection closed by peer")
+    assert told == [found.value]
+
+
 FAULTS = {
     "raise": "rank 1 on .* failed after step 1: OSError: the drive is gone",
     "edit": "rank 1 on .* failed after step 1: RuntimeError: blocks.3 was changed inside",
