@@ -297,10 +297,10 @@ class RestingGradient(torch.Tensor):
             values[at] = lent[at].tensor()
             versions[at] = version(values[at])
         try:
-            found = func(*_swapped(args, values), **_swapped(kwargs, values))
+            found = func(*swapped(args, values), **swapped(kwargs, values))
             if func is _T.data_ptr:  # Somebody works at the address.
                 args[0]._offload_kept = values[id(args[0])]
-            return _swapped(found, {id(values[at]): one for at, one in resting.items()})
+            return swapped(found, {id(values[at]): one for at, one in resting.items()})
         finally:
             found, named = None, _edits(func)
             edited = {at: version(values[at]) != versions[at] or named for at in lent}
@@ -336,10 +336,10 @@ def _edits(func: Callable[..., Any]) -> bool | None:
     return False if root == "torch" and inner[:1] not in (["distributed"], ["_ops"]) else None
 
 
-def _swapped(tree: Any, by: Mapping[int, torch.Tensor]) -> Any:
+def swapped(tree: Any, by: Mapping[int, torch.Tensor]) -> Any:
     """Lists, tuples and dictionaries with other tensors in place of some."""
     if isinstance(tree, torch.Tensor):
         return by.get(id(tree), tree)
     if type(tree) in (list, tuple):
-        return type(tree)(_swapped(item, by) for item in tree)
-    return {name: _swapped(one, by) for name, one in tree.items()} if type(tree) is dict else tree
+        return type(tree)(swapped(item, by) for item in tree)
+    return {name: swapped(one, by) for name, one in tree.items()} if type(tree) is dict else tree

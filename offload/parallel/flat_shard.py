@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from offload.model.parameter import find, swapped
 from offload.planning.profile import Part
 from offload.runtime.torch_internals import wrapper
 
@@ -120,20 +121,21 @@ class FlatShard(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Do what needs these elements alone, and refuse the rest."""
-        kwargs, found = kwargs or {}, list(_shards((args, kwargs)))
+        kwargs, found = kwargs or {}, list(find((args, kwargs), FlatShard))
         if func in _NORMS:
             return _norms_of(func, found, args, kwargs)
         if func in _KEPT:
             return found[0]._with(func(found[0]._local, *args[1:], **kwargs))
         into, whole = found[0], func is _A.copy_.default and args[0].shape == args[1].shape
         if whole and len(found) == 1 and into is args[0] and not into.is_copy:
-            here = into.local()[0]  # All values are given, as of a DTensor by a state dict.
-            into._local.copy_(args[1].reshape(-1)[here.start : here.stop])
+            there = into.local()[0]  # All values are given, as of a DTensor by a state dict.
+            into._local.copy_(args[1].reshape(-1)[there.start : there.stop])
             return into
         edits = func._schema.name.removeprefix("aten::") in _EDITS and _fit(args, found)
-        if not edits or any(one.is_copy for one in _shards(args[:1])):
+        if not edits or any(one.is_copy for one in find(args[:1], FlatShard)):
             found[0]._refuse(f"{func._schema.name}()")
-        found_here = func(*_locals(args), **_locals(kwargs))
+        here = {id(one): one._local for one in found}
+        found_here = func(*swapped(args, here), **swapped(kwargs, here))
         return args[0] if found_here is not None else None
 
     # -- torch.distributed.checkpoint ------------------------------------------------------------
@@ -199,14 +201,6 @@ def _inside(shape: tuple[int, ...], at: int, first: int, stop: int) -> Iterator[
         yield start + begin, (at, *offsets), (1, *sizes)
 
 
-def _shards(tree: Any) -> Iterator[FlatShard]:
-    if isinstance(tree, FlatShard):
-        yield tree
-    elif isinstance(tree, (list, tuple, dict)):
-        for one in tree.values() if isinstance(tree, dict) else tree:
-            yield from _shards(one)
-
-
 def _fit(args: Any, found: Sequence[FlatShard]) -> bool:
     """Whether all tensors of an edit are shards alike in shape and range, or single numbers."""
     lists = [one if isinstance(one, (list, tuple)) else [one] for one in args]
@@ -217,15 +211,6 @@ def _fit(args: Any, found: Sequence[FlatShard]) -> bool:
         if len(ranges) != 1 or any(one.dim() for one in plain):
             return False
     return isinstance(lists[0][0], FlatShard)
-
-
-def _locals(tree: Any) -> Any:
-    """Arguments of a function with what is here in place of shards."""
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(map(_locals, tree))
-    if isinstance(tree, dict):
-        return {name: _locals(one) for name, one in tree.items()}
-    return tree._local if isinstance(tree, FlatShard) else tree
 
 
 def _norms_of(func: Any, found: Sequence[FlatShard], args: Any, kwargs: Any) -> Any:
