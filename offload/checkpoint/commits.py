@@ -317,27 +317,30 @@ class RankDirectory(RunDirectory):
 
     def _made_by_each(self) -> dict[int, list[Made]]:
         """The commits of each rank that there is, or was."""
-        every: list[list[Made]] = self.group.all_objects(made_in(self.path))
+        every: list[list[Made]] = self.group.all_objects([*made_in(self.path)])
         most = max((one.ranks for some in every for one in some), default=0)
-        gone = {rank: made_in(self._of(rank)) for rank in range(len(every), most)}
+        gone = {rank: [*made_in(self._of(rank))] for rank in range(len(every), most)}
         seen: dict[int, list[Made]] = self.group.all_objects(gone)[0]  # By the first.
         return dict(enumerate(every)) | seen
 
     def _forget_ranks(self) -> None:
         """Delete what ranks left of which the commit knows nothing."""
         last = max(self.group.ranks, self._found.ranks if self._found else 0)
-        for name in os.listdir(self._parent) if self.group.rank == 0 else ():
-            number = name.removeprefix(RANK)
-            if name.startswith(RANK) and number.isdigit() and int(number) >= last:
-                forget(os.path.join(self._parent, name), kept=())
-                shutil.rmtree(os.path.join(self._parent, name))
+        for rank, path in rank_directories(self._parent).items() if self.group.rank == 0 else ():
+            if rank >= last:
+                forget(path, kept=())
+                shutil.rmtree(path)
 
     def reader(self) -> CommitReader | None:
         """Of the parts of all ranks whose directories are here, this one's first."""
         if (last := self._found) is None:
             return None
         order = sorted(range(last.ranks), key=lambda rank: rank != self.group.rank)
-        return CommitReader(read_parts(self._parent, last, order), self._parent)
+        found = [one[last] for one in map(made_in, map(self._of, order)) if last in one]
+        if not found:
+            told = f"asked to go on from commit {last.number}; found none of it: likely {ELSEWHERE}"
+            raise FileNotFoundError(errno.ENOENT, told, self._parent)
+        return CommitReader(found, self._parent)
 
     def begin(self) -> dict[str, Any]:
         """The next number, with which the commit is told from others."""
@@ -382,16 +385,24 @@ class Made(NamedTuple):
     ranks: int
 
 
-def made_in(directory: str) -> list[Made]:
-    """The commits in the directory of a rank whose files are there."""
-    found = []
+def rank_directories(parent: str) -> dict[int, str]:
+    """Those of the ranks of a run, by rank."""
+    ranks = (one.removeprefix(RANK) for one in os.listdir(parent) if one.startswith(RANK))
+    return {int(one): os.path.join(parent, RANK + one) for one in ranks if one.isdigit()}
+
+
+def made_in(directory: str) -> dict[Made, tuple[str, Any, Any]]:
+    """The commits in the directory of a rank whose files are there, as `CommitReader` takes them:
+    of each the directory, the commit and the layout."""
+    found = {}
     for name in (COMMIT, PREVIOUS):
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # Its owner told.
-            found.append(Made(**read_commit(directory, name)[0]["run"]["part"]))
+            commit, layout = read_commit(directory, name)
+            found[Made(**commit["run"]["part"])] = directory, commit, layout
     return found
 
 
-def last_of_all(made: Mapping[int, list[Made]], where: str) -> Made | None:
+def last_of_all(made: Mapping[int, Collection[Made]], where: str) -> Made | None:
     """The last commit that all ranks of its have made; None where a run has none yet. Refused where
     some have it, and others neither that nor the one before."""
     every = sorted({one for some in made.values() for one in some}, reverse=True)
@@ -409,22 +420,6 @@ def last_of_all(made: Mapping[int, list[Made]], where: str) -> Made | None:
         "anew under another name"
     )
     raise FileNotFoundError(errno.ENOENT, told, where)
-
-
-def read_parts(parent: str, last: Made, ranks: Iterable[int]) -> list[tuple[str, Any, Any]]:
-    """What is here of a commit of several ranks: of each its directory, commit and layout."""
-    found = []
-    for path in (os.path.join(parent, f"{RANK}{rank}") for rank in ranks):
-        for name in (COMMIT, PREVIOUS):
-            if os.path.exists(os.path.join(path, name)):
-                commit, layout = read_commit(path, name)
-                if commit["run"]["part"] == last._asdict():
-                    found.append((path, commit, layout))
-                    break
-    if not found:
-        told = f"asked to go on from commit {last.number}; found none of it: likely {ELSEWHERE}"
-        raise FileNotFoundError(errno.ENOENT, told, parent)
-    return found
 
 
 def _named(commit: Mapping[str, Any]) -> set[str]:

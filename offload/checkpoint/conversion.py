@@ -17,7 +17,7 @@ import torch
 import aio
 from cpu_adam.reference import join, split
 from offload.checkpoint.commit_reader import COMMIT, RANK, CommitReader, read_commit
-from offload.checkpoint.commits import last_of_all, made_in, read_parts
+from offload.checkpoint.commits import last_of_all, made_in, rank_directories
 from offload.checkpoint.deepspeed_shards import Checkpoint, is_deepspeed, open_deepspeed
 from offload.checkpoint.directory import (
     FORMAT,
@@ -110,12 +110,10 @@ def _open_run(where: str, alone: bool, opened: ExitStack) -> Checkpoint:
     if alone:
         parts = [(where, *read_commit(where))]
     else:
-        numbers = [one.removeprefix(RANK) for one in os.listdir(where) if one.startswith(RANK)]
-        here = [number for number in numbers if number.isdigit()]
-        made = {int(rank): made_in(os.path.join(where, RANK + rank)) for rank in here}
+        made = {rank: made_in(path) for rank, path in rank_directories(where).items()}
         if (last := last_of_all(made, where)) is None:
             raise ValueError(f"{where}: asked to convert it; found no commit of all ranks")
-        parts = read_parts(where, last, range(last.ranks))
+        parts = [made[rank][last] for rank in range(last.ranks)]
     reader = opened.enter_context(closing(CommitReader(parts, where)))
     run, sets = {"format": FORMAT, **reader.commit["run"]}, {WEIGHTS: reader.tensors}
     run.pop("part", None)

@@ -17,7 +17,7 @@ from offload.checkpoint.commit_reader import (
     read_commit,
     record_files,
 )
-from offload.checkpoint.commits import last_of_all, made_in, read_parts
+from offload.checkpoint.commits import last_of_all, made_in, rank_directories
 from offload.checkpoint.directory import RUN, decoded, read_run
 from offload.checkpoint.schema import shown
 from offload.checkpoint.shards import PART_ELEMENTS, WEIGHTS, SetsReader
@@ -52,7 +52,7 @@ def inspect(directory: str | os.PathLike[str]) -> Inspection:
         return _inspect_run(where)
     if any(name in (RUN, SINGLE) or name.endswith(INDEX) for name in names):
         return _inspect_save(where)
-    if ranks := [n for n in names if n.startswith(RANK) and n.removeprefix(RANK).isdigit()]:
+    if ranks := rank_directories(where):
         return _inspect_ranks(where, ranks)
     told = f"asked to inspect it; found no {COMMIT}, no {RUN}, no {SINGLE} and no index of others"
     likely = "another directory"
@@ -123,20 +123,21 @@ def _inspect_run(where: str) -> Inspection:
     return found
 
 
-def _inspect_ranks(where: str, ranks: list[str]) -> Inspection:
-    """Of a durable run over ranks."""
-    found, numbers = Inspection(), {name: int(name.removeprefix(RANK)) for name in ranks}
-    made, count = {n: made_in(os.path.join(where, name)) for name, n in numbers.items()}, len(ranks)
+def _inspect_ranks(where: str, ranks: dict[int, str]) -> Inspection:
+    """Of a durable run over ranks, whose directories these are."""
+    found, count = Inspection(), len(ranks)
+    made = {rank: made_in(path) for rank, path in ranks.items()}
     try:
         if (last := last_of_all(made, where)) is not None:
-            step, count = read_parts(where, last, made)[0][1]["run"]["step"], last.ranks
+            step, count = made[0][last][1]["run"]["step"], last.ranks
             found.rows["goes on from"] = f"step {step}, the last that {count} ranks have committed"
     except OSError as error:
         found.broken.append(told(error))
-    for name in ranks:
-        if numbers[name] >= count:
+    for rank, path in sorted(ranks.items()):
+        name = f"{RANK}{rank}"
+        if rank >= count:
             found.rows[name] = "of more ranks, before: no part of that"
-        one = _inspect_run(os.path.join(where, name))
+        one = _inspect_run(path)
         found.rows |= {f"{name}: {key}": row for key, row in one.rows.items()}
         found.broken += one.broken
     return found
