@@ -149,13 +149,11 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Co
 
 def _machine(device: Device, config: Config, group: Any) -> Machine:
     """What there is, on every rank of a group, with what a run that goes on has already."""
-
-    def found() -> Machine:
+    with all_or_none(group):
         made = probe(config.nvme_path, device_free_bytes=device.free_bytes())
         held = config.durable and held_bytes(config.durable, group, config.nvme_path)
-        return replace(made, nvme_bytes=made.nvme_bytes + (held or 0))
-
-    return found() if group is None else group.least(group.all_or_none(found))  # type: ignore
+        found = replace(made, nvme_bytes=made.nvme_bytes + (held or 0))
+    return found if group is None else group.least(found)  # type: ignore[no-any-return]
 
 
 def _tell_of_no_group(optimizer: torch.optim.Optimizer | None, groups: Sequence[Group]) -> None:
@@ -321,7 +319,9 @@ class _Attaching:
     def attach(self, pace: Pace | None) -> tuple[nn.Module, Optimizer | None]:
         if self.group is not None:
             self.group.require_alike(self.model, self.plan)
-        runner = all_or_none(self.group, partial(self._take, pace), methodcaller("close"))
+        with all_or_none(self.group) as undo:
+            runner = self._take(pace)
+            undo.callback(runner.close)
         try:
             self._fill(runner)
             made = self._start(runner)

@@ -73,9 +73,12 @@ def sleep(model: nn.Module, tier: Literal["cpu", "nvme"] = "cpu") -> None:
             if engine.residents.has(unit.index, index)
         }
         _let_go_of_all(engine)
-        of = runner, TIERS[: TIERS.index(tier)], directories, gradients
-        group = engine.ranks and engine.ranks.group
-        area = all_or_none(group, lambda: _put_away(engine, SwapArea(*of)), SwapArea.close)
+        with all_or_none(engine.ranks and engine.ranks.group) as undo:
+            area = SwapArea(runner, TIERS[: TIERS.index(tier)], directories, gradients)
+            undo.callback(area.close)
+            for value in area.values():
+                in_arena = engine.plan.in_arena(value.kind, value.unit)
+                area.put(value, runner.read_home(value) if in_arena else _gathered(engine, value))
         for unit in residents:
             _rest(engine, unit)
         for given in area.given:
@@ -103,8 +106,9 @@ def wake(model: nn.Module) -> None:
             )
         if engine.ranks is not None:
             engine.ranks.meet()
-        group = engine.ranks and engine.ranks.group
-        fresh = all_or_none(group, lambda: _taken_back(engine, area), lambda _: area.sleep_on())
+        with all_or_none(engine.ranks and engine.ranks.group) as undo:
+            undo.callback(area.sleep_on)
+            fresh = _taken_back(engine, area)
         for value, index, found in fresh:  # Of each unit the weights come first.
             parameter = engine.units[value.unit].parameters[index]
             if value.kind == "weight":
@@ -116,36 +120,19 @@ def wake(model: nn.Module) -> None:
         area.close()
 
 
-def _put_away(engine: Engine, area: SwapArea) -> SwapArea:
-    """Put into the area what is to sleep there."""
-    try:
-        for value in area.values():
-            in_arena = engine.plan.in_arena(value.kind, value.unit)
-            content = engine.runner.read_home(value) if in_arena else _gathered(engine, value)
-            area.put(value, content)
-    except BaseException:
-        area.close()
-        raise
-    return area
-
-
 def _taken_back(engine: Engine, area: SwapArea) -> list[tuple[Value, int, torch.Tensor]]:
     """Take the memory, and put the values of the area there; gives those of resident units."""
     runner, fresh = engine.runner, list[tuple[Value, int, torch.Tensor]]()
-    try:
-        for tier in area.given:
-            runner.memory.take(tier)
-        for value in area.values():
-            content = area.get(value)
-            if engine.plan.in_arena(value.kind, value.unit):
-                runner.read_home(value).copy_(content)
-                continue
-            for index, view in _views(engine.units[value.unit], value, content):
-                fresh.append((value, index, runner.device.empty(view.shape, view.dtype)))
-                fresh[-1][2].copy_(view)
-    except BaseException:
-        area.sleep_on()
-        raise
+    for tier in area.given:
+        runner.memory.take(tier)
+    for value in area.values():
+        content = area.get(value)
+        if engine.plan.in_arena(value.kind, value.unit):
+            runner.read_home(value).copy_(content)
+            continue
+        for index, view in _views(engine.units[value.unit], value, content):
+            fresh.append((value, index, runner.device.empty(view.shape, view.dtype)))
+            fresh[-1][2].copy_(view)
     return fresh
 
 
@@ -233,14 +220,10 @@ class SwapArea:
                 f"{format_bytes(budget)}: attach with {field} of {needed} or more, or sleep in the "
                 "other tier"
             )
-        try:
-            if directories and self.bytes:
-                names, speeds = self._plan.profile.names, measured_speeds(directories)
-                layout = {(k, u): self._plan.sizes.chunks[k][u] for k, u, _ in self.values()}
-                self._store = Store(directories, layout, names, speeds=speeds)
-        except BaseException:
-            self.close()
-            raise
+        if directories and self.bytes:
+            names, speeds = self._plan.profile.names, measured_speeds(directories)
+            layout = {(k, u): self._plan.sizes.chunks[k][u] for k, u, _ in self.values()}
+            self._store = Store(directories, layout, names, speeds=speeds)
 
     def values(self) -> Iterator[Value]:
         """The values whose home is in a tier that is given back."""

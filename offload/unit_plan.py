@@ -82,28 +82,23 @@ def planned_alike(
     `Config.shard` allows the first that fits all of them. Raises BudgetError where none fits here,
     RuntimeError where none fits another rank."""
     sharding = Sharding(group.position, group.ranks)
-
-    def least() -> tuple[list[Group], Plan]:
+    if config.shard != 3:
+        try:
+            with group.all_or_none():
+                found = cut(replace(sharding, keeps=True, late=config.shard == 1))
+                if config.shard == "auto" and spills(found[1], lambda: cut(sharding)[1]):
+                    raise BudgetError("kept weights would push other values to a drive")
+            return found
+        except (BudgetError, RuntimeError):
+            if config.shard != "auto":
+                raise
+    with group.all_or_none():
         found = cut(sharding)
         if group.folds < group.ranks:  # Columns keep what they have where nothing else has to go.
             with suppress(BudgetError):
                 more = cut(replace(sharding, column=group.folds))
-                return more if _but_columns(more[1]) == _but_columns(found[1]) else found
-        return found
-
-    def most() -> tuple[list[Group], Plan]:
-        found = cut(replace(sharding, keeps=True, late=config.shard == 1))
-        if config.shard == "auto" and spills(found[1], lambda: cut(sharding)[1]):
-            raise BudgetError("kept weights would push other values to a drive")
-        return found
-
-    if config.shard != 3:
-        try:
-            return group.all_or_none(most)  # type: ignore[no-any-return]
-        except (BudgetError, RuntimeError):
-            if config.shard != "auto":
-                raise
-    return group.all_or_none(least)  # type: ignore[no-any-return]
+                found = more if _but_columns(more[1]) == _but_columns(found[1]) else found
+    return found
 
 
 def spills(keeping: Plan, other: Callable[[], Plan]) -> bool:

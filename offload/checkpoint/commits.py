@@ -33,7 +33,6 @@ import socket
 import stat
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 import numpy as np
@@ -276,14 +275,15 @@ class RankDirectory(RunDirectory):
     def __init__(self, path: str, group: Any, *, resume: bool) -> None:
         """Own it on all ranks, or on none."""
         self._parent, self.group = os.path.abspath(path), group
-        group.all_or_none(partial(self._open, resume), lambda _: self.close())
-        try:
+        with contextlib.ExitStack() as failed:
+            with group.all_or_none():
+                self._open(resume)
+                failed.callback(self.close)
             self._found = last_of_all(self._made_by_each(), path)
-            group.all_or_none(self._go_back)
-            group.all_or_none(self._forget_ranks)
-        except BaseException:
-            self.close()
-            raise
+            with group.all_or_none():
+                self._go_back()
+                self._forget_ranks()
+            failed.pop_all()
         number, name = (self._found.number, self._found.run) if self._found else (0, "")
         self._run = name or group.all_objects(secrets.token_hex(8))[0]
         self._first = self._all = self._number = number

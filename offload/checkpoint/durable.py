@@ -23,7 +23,6 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from functools import partial
 from typing import Any
 
 import torch
@@ -137,7 +136,8 @@ class Commits:
     def resume(self, model: nn.Module) -> None:
         """Take over the values of the commit, where there is one; on all ranks, or on none. One of
         another model or optimizer is refused, and nothing changed."""
-        all_or_none(self._directory.group, partial(self._resume, model))
+        with all_or_none(self._directory.group):
+            self._resume(model)
         self._handles = [
             module.register_forward_pre_hook(Hook(self.forward_begins))
             for unit in sorted(self._engine.plan.residents)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import partial
 from itertools import islice
 from typing import TypeAlias
 
@@ -47,7 +46,9 @@ def write_together(
                 failed.append(error)
         for _ in parts:
             pass  # Until all ranks know.
-    group.all_or_none(partial(_raise_first, failed))
+    with group.all_or_none():
+        for one in failed:
+            raise one
 
 
 def read_together(engine: Engine, reader: SetsReader, read: Callable[[], object]) -> None:
@@ -57,17 +58,13 @@ def read_together(engine: Engine, reader: SetsReader, read: Callable[[], object]
         read()
         return
     engine.ranks.meet()  # Nothing is changed unless all of them have come here.
-    engine.ranks.group.all_or_none(read)
+    with engine.ranks.group.all_or_none():
+        read()
     reader.check(engine.ranks.group.all_objects(reader.parts))
 
 
 class _Elsewhere(Exception):
     """A save has failed, and the rank where it did tells of it later."""
-
-
-def _raise_first(failed: list[Exception]) -> None:
-    for one in failed:
-        raise one
 
 
 def _of_all(engine: Engine, mine: Parts, sets: Sets, failed: list[Exception]) -> Parts:

@@ -15,13 +15,13 @@ import pickle
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache, partial
 from itertools import chain
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -54,8 +54,6 @@ LATE_S = 1800.0
 _numbers: dict[Any, int] = {}
 """How many models the ranks of a group have attached."""
 
-
-Made = TypeVar("Made")
 Works: TypeAlias = list[Any]
 """What torch.distributed gives for collectives that have begun."""
 
@@ -142,24 +140,20 @@ class Group:
         )
         return least
 
-    def all_or_none(
-        self, make: Callable[[], Made], undo: Callable[[Made], object] = lambda _: None
-    ) -> Made:
-        """What `make` gives, where it does so on all ranks; else each of them raises."""
-        failed, made = None, list[Made]()
+    @contextmanager
+    def all_or_none(self) -> Iterator[None]:
+        """A context of what all ranks do, without a collective; where one raises, each of them."""
+        failed = None
         try:
-            made.append(make())
+            yield
         except Exception as error:
             failed = error
         said = self.all_objects(failed and f"{type(failed).__name__}: {failed}")
-        for one in made if any(said) else ():
-            undo(one)
         if failed is not None:
             raise failed
         for rank, text in enumerate(said):
             if text:
                 raise RuntimeError(f"rank {rank} could not do its part of what all do: {text}")
-        return made[0]
 
     def add_to_checksum(self, weights: torch.Tensor) -> None:
         """These are values of the model, the next in order."""

@@ -19,7 +19,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -53,12 +53,14 @@ def uncompiled(function: Callable[Parameters, Result]) -> Callable[Parameters, R
     return skipped
 
 
-def all_or_none(
-    group: Any, make: Callable[[], Result], undo: Callable[[Result], object] = lambda _: None
-) -> Result:
-    """What `make` gives, where it does so on all ranks of a group (None: this one is alone), and
-    without a collective of its own."""
-    return make() if group is None else group.all_or_none(make, undo)  # type: ignore[no-any-return]
+@contextmanager
+def all_or_none(group: Any) -> Iterator[ExitStack]:
+    """A context of what all ranks of a group (None: this one is alone) do, without a collective of
+    its own. Where one raises, all do, and what is on the stack is called to undo it."""
+    with ExitStack() as undo:
+        with nullcontext() if group is None else group.all_or_none():
+            yield undo
+        undo.pop_all()
 
 
 def ended_by() -> BaseException | None:
