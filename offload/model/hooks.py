@@ -162,8 +162,8 @@ class Hooks:
 
     def _drop_guards(self) -> None:
         """A forward that Ctrl-C ended, also one inside a backward, has skipped its own hook."""
-        left, self._running = self._running, []
-        SavingGuard.drop_left([one.guard for one in left])
+        while self._running:
+            self._running.pop(0).guard.drop()
 
     # -- one module -------------------------------------------------------------------------------
 

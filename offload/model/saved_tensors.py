@@ -123,16 +123,12 @@ class SavingGuard:
         self._pair.__exit__()
         del self._pair  # It would keep this object alive.
 
-    @staticmethod
-    def drop_left(guards: Sequence[SavingGuard]) -> None:
-        """Stop guards whose forwards Ctrl-C has cut off, see [Note: Hooks left behind].
-
-        Inside a backward torch works on a stack of that backward, which goes with it.
-        """
-        for guard in guards:
-            if not guard._in_backward:
-                guard._pair.__exit__()
-            del guard._pair  # As above.
+    def drop(self) -> None:
+        """Stop guarding a forward that Ctrl-C has cut off, see [Note: Hooks left behind]. Inside a
+        backward torch works on a stack of that backward, which goes with it."""
+        if not self._in_backward:
+            self._pair.__exit__()
+        del self._pair  # As above.
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         if type(tensor) in _PLAIN and not in_dispatch_mode():
