@@ -430,13 +430,10 @@ class _Attaching:
         if resident:
             self.device.drain()
             return
-        shard = self.plan.profile.units[unit.index]
-        parts = [buffer[one] for one in self.plan.profile.own_weights(unit.index)]
-        mine = torch.cat(parts) if parts[1:] else parts[0]
         if self.group is not None and new:
             self.group.add_to_checksum(buffer)
-        for piece, (offset, size) in enumerate(shard.weight_chunks):
-            runner.write_home(Value("weight", unit.index, piece), mine[offset : offset + size])
+        for chunk, own in enumerate(self.plan.profile.own_weights(unit.index)):
+            runner.write_home(Value("weight", unit.index, chunk), buffer[own])
         unit.unbind()
 
     def _stream(self, runner: Runner) -> None:

@@ -324,16 +324,13 @@ class Profile:
         """Which element of its full parameter is the first of a piece."""
         return self.units[piece.unit].parameters[piece.parameter].first + piece.parameter_start
 
-    def own_weights(self, unit: int) -> list[slice]:
-        """Where in the weights of a full unit those of this rank are, in bytes."""
-        full, shard, at = self.full[unit], self.units[unit], self.sharding
-        if at.ranks == 1:
-            return [slice(0, full.weight_bytes)]
-        found = []
-        for whole, part in zip(full.segments, shard.segments):
-            start = whole.weight_offset + at.position * part.weight_bytes
-            found.append(slice(start, start + part.weight_bytes))
-        return found
+    def own_weights(self, unit: int) -> Iterator[slice]:
+        """Where in the weights of a full unit the chunks of this rank are, in bytes."""
+        for full, shard in zip(self.full[unit].segments, self.units[unit].segments):
+            first, item = self.sharding.position * shard.elements, ITEM_BYTES[shard.dtype]
+            for at, count in _cuts(0, shard.elements, self.units[unit].chunk_elements):
+                start = full.weight_offset + (first + at) * item
+                yield slice(start, start + count * item)
 
     def by_chunk(
         self, unit: int, parameters: Container[int] | None = None
