@@ -318,7 +318,7 @@ class _Attaching:
 
     def attach(self, pace: Pace | None) -> tuple[nn.Module, Optimizer | None]:
         if self.group is not None:
-            self.group.require_alike(self.model, self.plan)
+            self.group.require_alike_model(self.model, self.plan)
         with all_or_none(self.group) as undo:
             runner = self._take(pace)
             undo.callback(runner.close)

@@ -55,11 +55,13 @@ def join(mesh: Any, device: Device, config: Config) -> Group | None:
         )
     if ranks == 1:
         return None
-    levels = isinstance(mesh, DeviceMesh) and len(groups) > 1
-    made = (TwoLevelGroup if levels else Group)(
-        mesh if levels else groups[0], device, config.comm_timeout
-    )
-    made.require_alike_config(config)
+    kind, of = (TwoLevelGroup, mesh) if groups[1:] else (Group, groups[0])
+    made = kind(of, device, config.comm_timeout)
+    names = ("states", "gradient_dtype", "max_grad_norm", "reduce", "micro_batches", "shard")
+    fields = {name: getattr(config, name) for name in names}
+    fields |= {"durable": config.durable is not None, "resume": config.resume}
+    told = [f"Config {name}={value!r}" for name, value in fields.items()]
+    made.require_alike(f"torch {torch.__version__}", *told)
     here = socket.gethostname()
     # As torchrun sets it, where another launcher does not: by it a host is shared.
     os.environ.setdefault("LOCAL_WORLD_SIZE", str(made.all_objects(here).count(here)))
@@ -125,7 +127,7 @@ def local(parameter: torch.Tensor) -> tuple[range, torch.Tensor]:
 
 def together(group: Group, engine: Engine, config: Config) -> tuple[Ranks, SummedGradients]:
     """What the engines of all ranks do together, whose models are seen to be the same."""
-    group.require_alike_values()
+    group.require_alike(f"parameters whose checksum is {group.checksum}")
     if not engine.runner.device.is_host:  # Else collectives are waited for by themselves.
         engine.runner.look = group.look
     atexit.register(_tell_end, weakref.ref(group))

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import nn
 
 from cpu_adam.checksum import crc32c
-from offload.config import Config, warn_user
+from offload.config import warn_user
 from offload.planning.layout import Plan
 from offload.planning.machine import Machine
 from offload.runtime.device import Device
@@ -101,7 +101,7 @@ class Group:
         """Whether the devices have; before, what a backend raises is told as it is."""
         self._over: EngineError | None = None
         """What has ended all exchange with the others."""
-        self._checksum, self._told = 0, False
+        self.checksum, self._told = 0, False
         self._queued = Works()
         """The last that a stream of the device waits for."""
         if not ranks:
@@ -157,29 +157,16 @@ class Group:
 
     def add_to_checksum(self, weights: torch.Tensor) -> None:
         """These are values of the model, the next in order."""
-        self._checksum = crc32c(weights.contiguous().cpu(), self._checksum)
+        self.checksum = crc32c(weights.contiguous().cpu(), self.checksum)
 
-    def require_alike_config(self, config: Config) -> None:
-        """Refuse ranks with another config or version, as far as they have to be alike."""
-        names = ("states", "gradient_dtype", "max_grad_norm", "reduce", "micro_batches", "shard")
-        fields = {name: getattr(config, name) for name in names}
-        fields |= {"durable": config.durable is not None, "resume": config.resume}
-        told = [f"Config {name}={value!r}" for name, value in fields.items()]
-        self._compare(f"torch {torch.__version__}", *told)
-
-    def require_alike(self, model: nn.Module, plan: Plan) -> None:
+    def require_alike_model(self, model: nn.Module, plan: Plan) -> None:
         """Refuse ranks with another model, before anything of it moves."""
         for one in chain(model.parameters(), model.buffers()):
             if not one.is_meta:
                 self.add_to_checksum(local_part(one.detach()))
-        profile = plan.profile
-        cut = replace(profile.sharding, position=0)
-        values = f"parameters and buffers whose checksum is {self._checksum}"
-        self._compare(cut, *profile.full, values)
-
-    def require_alike_values(self) -> None:
-        """Refuse ranks that have given another value to what was on the meta device."""
-        self._compare(f"parameters whose checksum is {self._checksum}")
+        cut = replace(plan.profile.sharding, position=0)
+        values = f"parameters and buffers whose checksum is {self.checksum}"
+        self.require_alike(cut, *plan.profile.full, values)
 
     def require_same(self, call: str) -> None:
         """Refuse ranks that are at different calls."""
@@ -192,7 +179,8 @@ class Group:
                     "`if rank == 0`"
                 )
 
-    def _compare(self, *mine: object) -> None:
+    def require_alike(self, *mine: object) -> None:
+        """Refuse ranks of which one has another object in the place of one of these."""
         said = self.all_objects(mine)
         for rank, one in enumerate(said):
             for first, other in zip(said[0], one):
