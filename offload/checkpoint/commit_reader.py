@@ -244,12 +244,9 @@ class CommitReader:
     def __init__(self, found: Iterable[tuple[str, Any, Any]], path: str):
         """Open the parts of the commit in `path`: the directory, the commit and the layout of each;
         step, random numbers and buffers are those of the first."""
-        self._path, self._opened = path, ExitStack()
-        try:
-            self._parts = [self._opened.enter_context(closing(PartReader(*one))) for one in found]
-        except BaseException:
-            self.close()
-            raise
+        with ExitStack() as opened:
+            self._parts = [opened.enter_context(closing(PartReader(*one))) for one in found]
+            self._path, self._opened = path, opened.pop_all()
         self.commit: Mapping[str, Any] = self._parts[0].commit
         self.tensors = self._parts[0].tensors
         """The parameters and buffers that there are, by name, in full."""

@@ -262,11 +262,8 @@ class RunDirectory:
         """A commit begins; what is kept in it of other ranks."""
         return {}
 
-    def made(self) -> None:
-        """This rank has made the last commit that was begun."""
-
     def wait(self) -> None:
-        """Return once all ranks have made it."""
+        """Return once all ranks have made the last commit that was begun."""
 
 
 class RankDirectory(RunDirectory):
@@ -347,8 +344,9 @@ class RankDirectory(RunDirectory):
         self._number += 1
         return {"part": Made(self._number, self._run, self.group.ranks)._asdict()}
 
-    def made(self) -> None:
+    def write(self, *of: Any, **how: Any) -> None:
         """Count it where all ranks look."""
+        super().write(*of, **how)
         self.group.count_commit()
 
     def wait(self) -> None:

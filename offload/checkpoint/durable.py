@@ -348,7 +348,6 @@ class Commits:
                 return
             if self._versions == self._seen():
                 self._directory.write(run, buffers, self._store, forward=forward)
-                self._directory.made()
                 self._committed(run["step"])
             else:
                 self._changed.update(changed)
