@@ -190,12 +190,16 @@ class Gradients:
         """Whether a parameter has a gradient."""
         return parameter in self.units[unit].kept
 
+    def _require_sum(self, unit: int) -> None:
+        """Refuse a look at what is still to be summed over ranks."""
+
     def shows(self, unit: int) -> bool:
         """Whether somebody may edit gradients of a unit before the next boundary."""
         return unit in self._snapshots or any(key[0] == unit for key in self._shown)
 
     def show(self, unit: int, parameter: int) -> torch.Tensor | None:
         """The gradient in the parameter's shape, None where there is none; edits count."""
+        self._require_sum(unit)
         if not self.has(unit, parameter):
             return None
         self.units[unit].summed = frozenset()
@@ -214,6 +218,7 @@ class Gradients:
         if gradient is None:
             self.give_up(unit, parameter)
             return
+        self._require_sum(unit)
         kept = self._plan.profile.units[unit].gradient_dtype(parameter)
         require_fitting(self._parameter(unit, parameter), gradient, (getattr(torch, kept),))
         self.units[unit].summed = frozenset()
@@ -243,6 +248,7 @@ class Gradients:
 
     def read(self, unit: int, parameter: int) -> torch.Tensor | None:
         """A gradient in memory of its own; None where there is none."""
+        self._require_sum(unit)
         found = self.has(unit, parameter)
         return self._snapshots.read(Key("gradient", unit, parameter)) if found else None
 

@@ -70,8 +70,9 @@ class Collectives:
         last backward, which has their gradients."""
         self._backwards = 0
         """Since the last step."""
-        self.sends = False
-        """With `Config(shard=1)`: whether a backward is under way that is the last on some rank."""
+        self.sends = not self.profile.sharding.late
+        """Whether gradients go to their owners as they come: with `Config(shard=1)` in a backward
+        that is the last on some rank."""
         engine.runner.on_failure = group.fail
         engine.passes.collectives = self
 
@@ -81,7 +82,7 @@ class Collectives:
         """A pass begins, on all ranks."""
         gathered = sorted((at.number, u) for at, u in in_slots.items() if at.use == "full_weight")
         changed, self._changed = sum(1 << unit for unit in self._changed), set()
-        last = self.profile.sharding.late and verb is Verb.BACKWARD and self._early.said_last
+        last = not self.sends and verb is Verb.BACKWARD and self._early.said_last
         self._trains = verb is Verb.FORWARD and torch.is_grad_enabled()
         used = self._forwards if verb is Verb.BACKWARD else 0
         self._order.open((verb.value, tuple(gathered), last, used), changed << 1 | last)
@@ -127,7 +128,7 @@ class Collectives:
         self._land()
         if backward:  # At the end of a forward some ranks may have given up theirs.
             self._gradients.also_came(members)
-            self.sends = False
+            self.sends = not self.profile.sharding.late
 
     def _land(self, last: Message | None = None) -> None:
         """Wait for the collectives that have begun: for all, or up to the `last`."""

@@ -46,7 +46,6 @@ class SummedGradients(Gradients):
         """None is there; over the ranks of `group` they are summed, or averaged."""
         super().__init__(engine.runner, engine.passes, engine.snapshots)
         self.collectives, self._group = Collectives(group, engine, self), group
-        self._late = self._plan.profile.sharding.late
         self._own: list[set[int]] = [set() for _ in self.units]
         """By unit, the parameters of which the slot has a sum of this rank's, to be sent later."""
         self._owed: set[int] = set()
@@ -81,7 +80,7 @@ class SummedGradients(Gradients):
 
     def _move_home(self, unit: int, new: frozenset[int], kept: frozenset[int]) -> None:
         self._own[unit] |= new
-        if self.collectives.sends or not self._late:
+        if self.collectives.sends:
             self.collectives.exchange(unit, partial(self._exchange, unit))
 
     def send_all(self) -> None:
@@ -191,28 +190,17 @@ class SummedGradients(Gradients):
 
     def came(self) -> int:
         """The parameters that have a gradient, or a sum to be sent later, a bit each."""
-        later, bits = self._late and not self.collectives.sends, enumerate(self._trainable)
-        there = self._own if later else [unit.kept for unit in self.units]
+        there = [unit.kept for unit in self.units] if self.collectives.sends else self._own
+        bits = enumerate(self._trainable)
         return sum(1 << bit for bit, (unit, index) in bits if index in there[unit])
 
     def also_came(self, members: int) -> None:
         """These have a gradient on some rank, as a backward ends."""
-        later = self._late and not self.collectives.sends
         for bit, (unit, index) in enumerate(self._trainable):
             if members >> bit & 1:
                 self.units[unit].kept.add(index)
-                if later:
+                if not self.collectives.sends:
                     self._owed.add(unit)
-
-    def show(self, unit: int, parameter: int) -> torch.Tensor | None:
-        """The gradient in the parameter's shape, None where there is none; edits count."""
-        self._require_sum(unit)
-        return super().show(unit, parameter)
-
-    def read(self, unit: int, parameter: int) -> torch.Tensor | None:
-        """A gradient in memory of its own; None where there is none."""
-        self._require_sum(unit)
-        return super().read(unit, parameter)
 
     def _require_sum(self, unit: int) -> None:
         if unit in self._owed or self._own[unit]:
@@ -224,8 +212,6 @@ class SummedGradients(Gradients):
 
     def assign(self, unit: int, parameter: int, gradient: torch.Tensor | None) -> None:
         """Copy a gradient in, in place of the one that there is, if any."""
-        if gradient is not None:
-            self._require_sum(unit)
         super().assign(unit, parameter, gradient)
         if gradient is not None:
             self._stored[unit].add(parameter)
