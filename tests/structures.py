@@ -34,7 +34,7 @@ class Layers(nn.Module):
 
     def __init__(self, count: int = 4):
         super().__init__()
-        self.layers = nn.ModuleList(Block(WIDTH) for _ in range(count))
+        self.layers = nn.ModuleList(Block(WIDTH, bias=False) for _ in range(count))
         self.calls = 0
 
     def order(self, x: torch.Tensor) -> list[int]:
@@ -131,7 +131,7 @@ class Experts(nn.Module):
         super().__init__()
         self.attention = nn.Linear(WIDTH, WIDTH)
         self.router = nn.Linear(WIDTH, count, bias=False)
-        self.experts = nn.ModuleList(Block(WIDTH) for _ in range(count))
+        self.experts = nn.ModuleList(Block(WIDTH, bias=False) for _ in range(count))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(x)

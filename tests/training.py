@@ -84,11 +84,11 @@ def round_about(placements: Sequence[tuple[str, str, str]]) -> list[Any]:
 
 
 class Block(nn.Module):
-    def __init__(self, width: int):
+    def __init__(self, width: int, bias: bool = True):
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
+        self.down = nn.Linear(4 * width, width, bias=bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(F.gelu(self.up(self.norm(x))))
@@ -96,6 +96,9 @@ class Block(nn.Module):
 
 class Net(nn.Module):
     """Embedding, blocks, norm, head; tied, frozen or checkpointed on demand."""
+
+    bias = True
+    """Whether the last layer of a block has one."""
 
     def __init__(
         self,
@@ -109,7 +112,7 @@ class Net(nn.Module):
     ):
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(width, self.bias) for _ in range(layers))
         self.drop = nn.Dropout(dropout)
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
@@ -129,7 +132,10 @@ class Net(nn.Module):
 
 
 class Regions(Net):
-    """One checkpoint over several blocks: recomputed together, then left one by one."""
+    """One checkpoint over several blocks: recomputed together, then left one by one. Without a bias
+    autograd takes the weight of a block's last layer before what it has to recompute."""
+
+    bias = False
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)

@@ -95,7 +95,7 @@ class ActiveUnits:
 
     def make_way(self) -> None:
         """Put at rest what is in its slot between two calls."""
-        for unit in [one for one in self.units if one.between]:
+        for unit in [one for one in self.units if one.between and not one.read]:
             unit.between = False
             self.release(unit)
 
@@ -118,11 +118,12 @@ class ActiveUnits:
 
     def release_stayed(self, graph_task: int, *, but: FlatUnit | None = None) -> None:
         """Put the units at rest that a graph task holds, but one, those that were called inside
-        its forward, whose backwards interleave with its own, and those that are lasting."""
+        its forward, whose backwards interleave with its own, those that are lasting, and those that
+        a node reads."""
         changed = None
         for unit in list(self.units):
-            stays = but is not None and unit.nested_with(but)
-            if unit.graph_task == graph_task and not (stays or unit.spec.lasting):
+            stays = unit.read or unit.spec.lasting or (but is not None and unit.nested_with(but))
+            if unit.graph_task == graph_task and not stays:
                 changed = changed or unit.changed()
                 unit.stays, unit.graph_task = False, -1
                 unit.between &= but is None  # Else another one's turn has come.

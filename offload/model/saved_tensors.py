@@ -6,6 +6,8 @@ backward. So around each unit's forward a pair of saved-tensor hooks packs every
 a unit's weights as a `SavedWeight` (unit, offset, shape, strides). It is turned back into a view
 when the unit is in use again, or into one of a snapshot when it is not: a stale read is impossible.
 A saved weight also notes the parameter's version, which torch does not check for packed tensors.
+A node without a bias takes its weight before its input, for which a checkpoint over several units
+runs them anew: its own unit stays in the slot meanwhile.
 
 Any other tensor goes to the hooks that were active before (of a checkpoint, of `save_on_cpu`), or
 is kept as torch keeps it: apart from its graph, as a node that saves its own output would keep
@@ -161,7 +163,13 @@ class SavingGuard:
             return found
         if type(packed) is SavedTensor:
             return packed.unpack()
-        return self._outer[1](packed[0])  # type: ignore[no-any-return]
+        for unit in self._units:
+            unit.read += 1
+        try:
+            return self._outer[1](packed[0])  # type: ignore[no-any-return]
+        finally:
+            for unit in self._units:
+                unit.read -= 1
 
 
 @entry

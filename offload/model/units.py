@@ -221,6 +221,8 @@ class FlatUnit:
         """In use beyond those calls: for its backward, or lasting to the end of the pass."""
         self.graph_task = -1
         """The graph task of autograd that holds it, if any."""
+        self.read = 0
+        """Nodes of autograd under way that may have taken its weights, and recompute the rest."""
         self.around: set[int] = set()
         """Units in whose forward this one was called."""
         self.task: Any = None
