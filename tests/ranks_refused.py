@@ -200,7 +200,7 @@ def _unreadable(*_: object) -> None:
 
 def save_in_vain(rank: int, ranks: int, how: How, folder: str) -> str:
     """Save where the drive of rank 0 is full in the middle; what this rank is told. Then go on. And
-    before, where each rank names another folder."""
+    before, where each rank names another folder; and after, load what rank 1 has not."""
     model, optimizer = _attached(how)
     _steps(model, optimizer, how, rank, ranks, [0])
     with pytest.raises(ValueError, match=r"calls: rank 0 at offload.save to .*0, rank 1 at .*1\. "):
@@ -212,6 +212,12 @@ def save_in_vain(rank: int, ranks: int, how: How, folder: str) -> str:
         with pytest.raises((OSError, RuntimeError)) as told:
             offload.save(model, optimizer, folder)
     _steps(model, optimizer, how, rank, ranks, [1])
+    offload.save(model, optimizer, folder)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(folder if rank else os.path.dirname(folder))
+        with pytest.raises((OSError, RuntimeError), match=r"asked to load a save; found none"):
+            offload.load(model, optimizer, os.path.basename(folder))
+    _steps(model, optimizer, how, rank, ranks, [2])
     offload.engine_of(model).close()
     return f"{type(told.value).__name__}: {told.value}"
 

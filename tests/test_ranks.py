@@ -116,7 +116,7 @@ def test_a_save_that_one_rank_cannot_write_fails_on_all(two: World, tmp_path: Pa
     first, second = two.run("tests.ranks_refused.save_in_vain", How(), str(tmp_path / "saved"))
     assert first == "OSError: [Errno 28] No space left on device"
     assert second == f"RuntimeError: rank 0 could not do its part of what all do: {first}"
-    assert not list(tmp_path.iterdir())
+    assert [*tmp_path.iterdir()] == [tmp_path / "saved"], "that of afterwards"
 
 
 def test_a_bit_that_changed_is_found_by_ranks_that_read_parts(two: World, tmp_path: Path) -> None:

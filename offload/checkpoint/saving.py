@@ -62,7 +62,7 @@ from offload.planning.layout import Plan
 from offload.planning.profile import Parameter, Piece
 from offload.planning.tiers import parse_bytes
 from offload.program.ops import Value
-from offload.runtime.entry import entry, interruptible
+from offload.runtime.entry import all_or_none, entry, interruptible
 from offload.runtime.memory import host_tensor
 from offload.runtime.runner import Runner
 from offload.runtime.store import AHEAD, ahead
@@ -163,17 +163,18 @@ def load(
     refuse_inside("offload.load()")
     engine, where = _engine_of(model, optimizer, scheduler), os.path.expanduser(directory)
     with engine.lock, ExitStack() as opened:
-        run, asked = read_run(where), f"asked to load {where}"
-        if optimizer is None:
-            run.pop("optimizer", None)
-        else:
-            check_run(run, optimizer, scheduler, asked)
         engine.come_to_rest(f"offload.load of {where}")
-        sets = sets_of(engine, model, run)
-        backend = opened.enter_context(closing(aio.open_backend()))
-        reader = opened.enter_context(closing(SetsReader(where, sets, backend)))
+        with all_or_none(engine.ranks and engine.ranks.group):
+            run, asked = read_run(where), f"asked to load {where}"
+            if optimizer is None:
+                run.pop("optimizer", None)
+            else:
+                check_run(run, optimizer, scheduler, asked)
+            sets = sets_of(engine, model, run)
+            backend = opened.enter_context(closing(aio.open_backend()))
+            reader = opened.enter_context(closing(SetsReader(where, sets, backend)))
+            check_sets(sets, reader.tensors, asked)
         reader.shared = engine.ranks is not None
-        check_sets(sets, reader.tensors, asked)
         if scheduler is not None:
             scheduler.load_state_dict(decoded(run["scheduler"]))
         moved = opened.enter_context(progress(f"loading {where}", sets))
