@@ -273,8 +273,7 @@ class Engine:
 
     def collect(self, unit: int, index: int, gradient: torch.Tensor) -> None:
         """Take over a gradient; when it completes the unit's, its update begins soon."""
-        if self.graph_tasks.current() not in self.graph_tasks:
-            self.enter_backward()
+        self.enter_backward()
         self.early.gradient_came(unit, index)
         gradient = self.units[unit].bindings[index].local(gradient)
         passing = self.gradients.collect(unit, index, gradient)
@@ -368,8 +367,7 @@ class Engine:
         """The backward of a unit is next: let go of the units held before it."""
         task = self.enter_backward()
         self.active.release_stayed(task, but=unit)
-        if self.early.final:
-            self._begin_final()  # Before blocking: the lanes may take it up meanwhile.
+        self._begin_final()  # Before blocking: the lanes may take it up meanwhile.
         if unit.index not in self.early.begun:  # Else nothing that comes needs its weights.
             self.active.hold(unit, task)
             self._use(unit)

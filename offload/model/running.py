@@ -40,9 +40,7 @@ class ForwardCall:
     _frame: FrameType | None = None
 
     def begin(self) -> None:
-        """A module's hook is called; nothing new inside another module's call."""
-        if self._frame is not None:
-            return
+        """A module's hook is called, inside no other module's call."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code.co_filename.startswith(_BETWEEN):
             frame = frame.f_back
