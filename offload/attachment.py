@@ -319,9 +319,7 @@ class _Attaching:
     def attach(self, pace: Pace | None) -> tuple[nn.Module, Optimizer | None]:
         if self.group is not None:
             self.group.require_alike_model(self.model, self.plan)
-        with all_or_none(self.group) as undo:
-            runner = self._take(pace)
-            undo.callback(runner.close)
+        runner = self._take(pace)
         try:
             self._fill(runner)
             made = self._start(runner)
@@ -343,21 +341,22 @@ class _Attaching:
 
     def _take(self, pace: Pace | None) -> Runner:
         store, paths = None, self.config.nvme_path
-        with ExitStack() as failed:
+        with all_or_none(self.group) as undo:
             if self.directory is not None:
                 store = self.directory.store(self.plan, paths)
             elif self.plan.file:
                 names, speeds = self.plan.profile.names, measured_speeds(paths)
                 store = Store(paths, self.plan.file, names, speeds=speeds)
             if store is not None:
-                failed.callback(store.close)
+                undo.callback(store.close)
             files = store.volume.files if store is not None else ()
             if any(is_memory(os.path.dirname(one.path)) for one in files):
                 # Other notices are good to know; this one says that what was asked is not had.
                 warn_user(" ".join(str(one.notice) for one in files))
             memory = Memory(self.plan, self.device)
-            failed.pop_all()
-        return Runner(self.plan, memory, store, self.device, pace)
+            runner = Runner(self.plan, memory, store, self.device, pace)
+            undo.callback(runner.close)
+        return runner
 
     # -- moving the values -------------------------------------------------------------------------
 

@@ -386,7 +386,7 @@ class Made(NamedTuple):
 def rank_directories(parent: str) -> dict[int, str]:
     """Those of the ranks of a run, by rank."""
     ranks = (one.removeprefix(RANK) for one in os.listdir(parent) if one.startswith(RANK))
-    return {int(one): os.path.join(parent, RANK + one) for one in ranks if one.isdigit()}
+    return {int(one): os.path.join(parent, RANK + one) for one in ranks if one.isdecimal()}
 
 
 def made_in(directory: str) -> dict[Made, tuple[str, Any, Any]]:
