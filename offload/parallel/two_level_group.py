@@ -49,7 +49,7 @@ class TwoLevelGroup(Group):
         self._column, self._row = (
             own_group(one, self._backend, timeout_s) for one in (column, row)
         )
-        self._meet(self._column, self._row)
+        self._meet(self._group, self._column, self._row)
 
     def gather(
         self,
