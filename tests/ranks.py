@@ -201,7 +201,7 @@ class Block(nn.Module):
     def __init__(self, width: int):
         super().__init__()
         self.norm = nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(torch.relu(self.up(self.norm(x))))
@@ -252,9 +252,10 @@ class Model(nn.Module):
         for at, block in enumerate(self.blocks):
             if only is not None and at == only:
                 continue
-            if self.kind == "checkpointed":
-                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
-            else:
+            if self.kind == "checkpointed" and at < 3:  # The last two together.
+                two = nn.Sequential(*self.blocks[at:]) if at == 2 else block
+                x = torch.utils.checkpoint.checkpoint(two, x, use_reentrant=False)
+            elif self.kind != "checkpointed":
                 x = block(x)
             if self.kind == "twice" and at == 1:
                 x = block(x)

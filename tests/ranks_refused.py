@@ -123,7 +123,7 @@ def edited(rank: int, ranks: int, how: How) -> list[tuple[float, float]]:
                 model.blocks[1].up.weight.view(-1)[elements].add_(5)
             plain.blocks[1].up.weight.view(-1)[elements].add_(5)
             found.append((how.loss(model, 0).item(), how.loss(plain, 0).item()))
-        bias = {"blocks.2.down.bias": torch.full((47,), 2.0)}
+        bias = {"blocks.2.up.bias": torch.full((94,), 2.0)}
         for one in (model, plain):
             one.load_state_dict(bias, strict=False)
         found.append((how.loss(model, 0).item(), how.loss(plain, 0).item()))

@@ -250,14 +250,21 @@ class Parametrized(nn.Module):
 
 
 class Direct(Layers):
-    """Reads its children's weights without calling them, as fused kernels do."""
+    """Reads its children's weights without calling them, as fused kernels do; last a tied one that
+    was called before, as where the factors of an embedding are those of the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+        self.down.weight = self.up.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.up(x)
         for layer in self.layers:
             block: Any = layer
             inner = F.layer_norm(x, (WIDTH,), block.norm.weight, block.norm.bias)
             x = x + F.linear(F.gelu(F.linear(inner, block.up.weight)), block.down.weight)
-        return x
+        return x @ self.down.weight
 
 
 class Recurrent(nn.Module):

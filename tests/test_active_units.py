@@ -136,6 +136,10 @@ def test_the_bits_of_plain_torch(loop: str, placement: Any, tmp_path: Path) -> N
     as_in_plain_torch(LOOPS[loop], placement, tmp_path, **fp32(build=Tied))
 
 
+def test_nothing_is_saved_of_a_tied_weight_between_its_calls(tmp_path: Path) -> None:
+    as_in_plain_torch(plain, CPU, tmp_path, **fp32(build=STRUCTURES["weights read without a call"]))
+
+
 def test_a_weight_that_a_node_has_taken_stays_while_its_input_is_recomputed(tmp_path: Path) -> None:
     as_in_plain_torch(plain, NVME, tmp_path, **fp32(build=Regions))
 

@@ -87,17 +87,20 @@ class ActiveUnits:
             unit.stays = (
                 unit.weights is not None and (unit.stays or unit.spec.lasting) and not changed
             )
-            if unit.fused and unit.weights is not None and not unit.depth:
+            if (unit.fused or unit.spec.lasting) and unit.weights is not None and not unit.depth:
                 unit.unbind(between=True)
             self.release(unit)
         if changed:
             refuse_change(changed[0], "forward")
 
-    def make_way(self) -> None:
-        """Put at rest what is in its slot between two calls."""
+    def make_way(self, changed: FlatUnit | None = None) -> None:
+        """Put at rest what is in its slot between two calls, but what is lasting, unless it is
+        `changed`."""
         for unit in [one for one in self.units if one.between and not one.read]:
-            unit.between = False
-            self.release(unit)
+            if unit is changed or not unit.spec.lasting:
+                unit.stays &= unit is not changed
+                unit.between = False
+                self.release(unit)
 
     def release(self, unit: FlatUnit) -> None:
         """Put a unit at rest when nothing uses it any more."""

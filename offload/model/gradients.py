@@ -101,8 +101,9 @@ class Gradients:
         if gradient.dtype is not view.dtype and view.dtype is not torch.float32:
             raise ValueError(
                 f"the gradient of {self._parameter(unit, parameter).name} is {gradient.dtype}, and "
-                f"{view.dtype} is kept: likely p.grad_dtype was set, in place of "
-                "Config(gradient_dtype='fp32')"
+                f"{view.dtype} is kept: likely its module casts it in forward, as Switch "
+                "Transformers' routers: cast it before attach; or p.grad_dtype was set, in place "
+                "of Config(gradient_dtype='fp32')"
             )
         if parameter in self._present(unit):
             accumulate(view, gradient.to(view.dtype))

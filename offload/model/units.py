@@ -12,6 +12,7 @@ modules brings all its weights into the slot, where they stay until another unit
 the pass ends. Between two calls all its parameters rest. In a call, or its backward, those of other
 modules rest that have not come to theirs. So a touch is of a snapshot, as ever, and nothing that
 autograd saves outside of a module is a view of the slot. An edit of a snapshot ends the stay.
+Tied parameters rest between two calls as well, but in a slot of their own, to the end of the pass.
 """
 
 from __future__ import annotations
@@ -216,7 +217,7 @@ class FlatUnit:
         self.depth = 0
         """Calls of announcing modules under way."""
         self.between = False
-        """In its slot between two calls, see [Note: Fused units]."""
+        """At rest between two calls, but in its slot, see [Note: Fused units]."""
         self.stays = False
         """In use beyond those calls: for its backward, or lasting to the end of the pass."""
         self.graph_task = -1
