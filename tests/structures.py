@@ -315,19 +315,21 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x)
+        ctx.save_for_backward(x, weight)
         ctx.weight, ctx.transposed = weight, weight.t()
         return x @ ctx.transposed
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        (gradient,), (x,) = gradients, ctx.saved_tensors
+        (gradient,), (x, weight) = gradients, ctx.saved_tensors
         flat, inputs = gradient.reshape(-1, WIDTH), x.reshape(-1, WIDTH)
-        return gradient @ ctx.transposed.t() + 0 * ctx.weight[0], flat.t() @ inputs
+        nothing = 0 * ctx.weight[0] + 0 * weight[0]
+        return gradient @ ctx.transposed.t() + nothing, flat.t() @ inputs
 
 
 class Keeping(nn.Module):
-    """Functions of the user's own that keep weights on their context."""
+    """Functions of the user's own that keep weights on their context, also one of a child that is
+    not called, as losses do that are given the head's."""
 
     class Layer(nn.Module):
         def __init__(self) -> None:
@@ -340,11 +342,12 @@ class Keeping(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(self.Layer() for _ in range(4))
+        self.scale, self.last = nn.Parameter(torch.ones(WIDTH)), self.Layer()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = x + layer(x)
-        return x
+        return _Product.apply(x * self.scale, self.last.weight)  # type: ignore
 
 
 def _torch_transformer() -> nn.Module:

@@ -30,7 +30,6 @@ from tests.training import (
     RESIDENT,
     VOCABULARY,
     Net,
-    Regions,
     Run,
     as_in_plain_torch,
     assert_same,
@@ -134,14 +133,6 @@ LOOPS = {one.__name__: one for one in (called_by_hand, edited_between_parts, cut
 @pytest.mark.parametrize(("loop", "placement"), in_turn(LOOPS, [CPU, NVME]))
 def test_the_bits_of_plain_torch(loop: str, placement: Any, tmp_path: Path) -> None:
     as_in_plain_torch(LOOPS[loop], placement, tmp_path, **fp32(build=Tied))
-
-
-def test_nothing_is_saved_of_a_tied_weight_between_its_calls(tmp_path: Path) -> None:
-    as_in_plain_torch(plain, CPU, tmp_path, **fp32(build=STRUCTURES["weights read without a call"]))
-
-
-def test_a_weight_that_a_node_has_taken_stays_while_its_input_is_recomputed(tmp_path: Path) -> None:
-    as_in_plain_torch(plain, NVME, tmp_path, **fp32(build=Regions))
 
 
 @dataclass

@@ -1,13 +1,8 @@
-"""Text models of Hugging Face, every type that there is, small: the bits of plain PyTorch.
-
-Nobody has chosen them. A configuration is made small by the names of its fields; types that do not
-run without an engine either are left out.
-"""
+"""Every text model of Hugging Face that runs when made small has the bits of plain torch."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,13 +16,12 @@ from tests.training import config_of, same_bits
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
+NAMES = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM")
 SLICES, RUN_MIN = 8, 20
 """The classes are taken in so many tests; of each so many run at least."""
 
 PLACEMENTS = [("nvme", "cpu", "cpu"), ("cpu", "device", "nvme"), ("nvme", "nvme", "nvme")]
 LAYERS, ELEMENTS_MAX = 4, 3_000_000
-ABOVE = {*map(str, range(LAYERS, 200))}
-"""Layers that are left out, where a field has something for each."""
 
 SIZES = {
     r"token_ids?$|token_index$": 100,
@@ -52,7 +46,7 @@ def small(given: dict[str, Any]) -> dict[str, Any]:
     found, layers = {}, given.get("num_hidden_layers")
     for name, value in given.items():
         if isinstance(value, dict):
-            value = small({k: v for k, v in value.items() if str(k) not in ABOVE})
+            value = small(value)
         elif type(value) is int:
             value = min([value, *(n for end, n in SIZES.items() if re.search(end, name))][:2])
         elif isinstance(value, list) and len(value) == layers:
@@ -70,14 +64,12 @@ def trained(make: Any, tokens: torch.Tensor, attach: Any) -> list[torch.Tensor]:
     optimizer: Any = CPUAdam(model.parameters(), lr=1e-2)
     if attach is not None:
         model, optimizer = offload.attach(model, optimizer, attach)
-    found = []
+    found: list[torch.Tensor] = []
     for _ in range(2):
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
-        found += [
-            loss.detach(),
-            *(p.grad.clone() for p in model.parameters() if p.grad is not None),
-        ]
+        gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        found += [loss.detach(), *gradients]
         optimizer.step()
         optimizer.zero_grad()
     found += [value.clone() for value in (*model.state_dict().values(), *model.buffers())]
@@ -86,41 +78,29 @@ def trained(make: Any, tokens: torch.Tensor, attach: Any) -> list[torch.Tensor]:
     return found
 
 
-def makers() -> Iterator[tuple[str, Callable[[], Any]]]:
-    """The classes, and what makes a small one of each."""
-    auto: Any = pytest.importorskip("transformers.models.auto.modeling_auto")
-    names = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM")
-    for mapping in (getattr(auto, f"MODEL_FOR_{name}_MAPPING") for name in names):
-        for kind, of in mapping.items():
-            yield of.__name__, partial(made, kind, of)
-
-
-def made(kind: Any, of: Any) -> Any:
-    """A small model; ValueError where it would not be."""
+def made(kind: Any, of: Any, recomputes: bool) -> Any:
+    """A small model, whose blocks are recomputed where they can; ValueError where it is large."""
     asked = kind(**small(kind().to_dict()))
     if asked.is_encoder_decoder:
         asked.decoder_start_token_id = 0
     with torch.device("meta"):
         if sum(p.numel() for p in of(asked).parameters()) > ELEMENTS_MAX:
             raise ValueError
-    return of(asked)
-
-
-def checkpointed(make: Callable[[], Any]) -> Any:
-    """The model with its blocks recomputed, where its library can."""
-    model = make()
-    if model.supports_gradient_checkpointing:
+    model = of(asked)
+    if recomputes and model.supports_gradient_checkpointing:
         model.gradient_checkpointing_enable()
     return model
 
 
 @pytest.mark.parametrize("at", range(SLICES))
 def test_every_text_model_has_the_bits_of_plain_torch(at: int, tmp_path: Path) -> None:
+    auto: Any = pytest.importorskip("transformers.models.auto.modeling_auto")
+    maps = [getattr(auto, f"MODEL_FOR_{name}_MAPPING") for name in NAMES]
+    every = {of: kind for one in maps for kind, of in one.items()}
     tokens = torch.randint(3, 90, (2, 12), generator=torch.Generator().manual_seed(0))
-    every, wrong, ran = [*dict(makers()).items()], list[str](), 0
-    for number, (name, make) in enumerate(every[at::SLICES]):
-        if number % 2:
-            make = partial(checkpointed, make)
+    wrong, ran = list[str](), 0
+    for number, (of, kind) in enumerate([*every.items()][at::SLICES]):
+        make = partial(made, kind, of, number % 2 == 1)
         try:
             plain = trained(make, tokens, None)
         except Exception:  # Whatever its library says of such a configuration.
@@ -128,6 +108,6 @@ def test_every_text_model_has_the_bits_of_plain_torch(at: int, tmp_path: Path) -
         places, ran = PLACEMENTS[number % len(PLACEMENTS)], ran + 1
         ours = trained(make, tokens, config_of(places, tmp_path))
         if not all(map(same_bits, plain, ours)) or len(plain) != len(ours):
-            wrong.append(name)
+            wrong.append(of.__name__)
     assert not wrong
     assert ran >= RUN_MIN

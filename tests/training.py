@@ -95,10 +95,10 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Embedding, blocks, norm, head; tied, frozen or checkpointed on demand."""
+    """Embedding, blocks, norm, head; tied, frozen or checkpointed on demand. The last layer of a
+    block has a `bias`."""
 
     bias = True
-    """Whether the last layer of a block has one."""
 
     def __init__(
         self,

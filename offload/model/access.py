@@ -19,7 +19,7 @@ from offload.model.snapshots import Key
 from offload.model.units import FlatUnit
 from offload.planning.profile import Parameter
 from offload.runtime.entry import entry, interruptible, refuse_recording
-from offload.runtime.torch_internals import no_trap
+from offload.runtime.torch_internals import no_trap, saving_hooks
 
 
 class ParameterAccess:
@@ -50,6 +50,8 @@ class ParameterAccess:
         """Call `function` while all of `resting` show their true values."""
         refuse_recording("an offloaded parameter was used")
         touched: list[ParameterAccess] = [one._offload_access for one in resting]
+        for one in touched:
+            one._flat.touched |= one.engine.forward.running and not in_backward()
         if (ranks := touched[0].engine.ranks) is not None:
             at = touched[0].unit, touched[0].index
             if (call := ranks.without_others(*at, function, args, kwargs)) is not None:
@@ -60,7 +62,10 @@ class ParameterAccess:
                 stack.enter_context(one._lent())
             if torch.is_grad_enabled():
                 units = [one._flat for one in touched]
-                guard = SavingGuard(partial(_saved_of, touched), units, in_backward())
+                pack = (saving_hooks() or (None,))[0]
+                in_checkpoint = getattr(pack, "__module__", "") == "torch.utils.checkpoint"
+                locate = None if in_checkpoint else partial(_saved_of, touched)
+                guard = SavingGuard(locate, units, in_backward())
                 stack.callback(guard.close)
             with interruptible(), no_trap():
                 return function(*args, **kwargs)
@@ -94,6 +99,7 @@ class ParameterAccess:
         if type(self._flat.parameters[self.index]) is not self._flat.bindings[self.index].resting:
             return None
         if in_backward():
+            engine.enter_backward()  # A recompute may be the first that is seen of it.
             engine.early.require_open(self.unit, "a touch")
         else:
             engine.early.require_step("a touch of a parameter")
@@ -106,6 +112,13 @@ class ParameterAccess:
         refuse_recording("an offloaded parameter was used")
         with self.engine.lock:
             return self._snapshot()
+
+    def saved(self) -> SavedWeight:
+        """What stands for the parameter at rest, where a function of the user's saves it itself."""
+        form = torch.empty(
+            self._spec.shape, dtype=self._flat.parameters[self.index].dtype, device="meta"
+        )
+        return self._flat.saved_weight(self.engine.active.tensor_of, self.index, 0, form)
 
     @entry
     def set_data(self, data: torch.Tensor) -> None:

@@ -87,7 +87,8 @@ class ActiveUnits:
             unit.stays = (
                 unit.weights is not None and (unit.stays or unit.spec.lasting) and not changed
             )
-            if (unit.fused or unit.spec.lasting) and unit.weights is not None and not unit.depth:
+            rests = not unit.depth and unit.graph_task < 0
+            if rests and (unit.fused or unit.spec.lasting) and unit.weights is not None:
                 unit.unbind(between=True)
             self.release(unit)
         if changed:

@@ -220,7 +220,7 @@ class Hooks:
             _refuse_create_graph()
         with self._engine.lock:
             self._engine.hold(unit)
-            unit.bind(part)
+            unit.bind(() if unit.touched else part)
 
 
 def _changed(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

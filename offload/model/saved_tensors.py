@@ -30,7 +30,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from offload.model.parameter import ActiveParameter
+from offload.model.parameter import ActiveParameter, OffloadedParameter
 from offload.runtime.entry import entry
 from offload.runtime.torch_internals import (
     in_dispatch_mode,
@@ -107,12 +107,14 @@ class SavingGuard:
 
     def __init__(
         self,
-        locate: Callable[[torch.Tensor], SavedWeight | None],
+        locate: Callable[[torch.Tensor], SavedWeight | None] | None,
         units: Sequence[Any],
         in_backward: bool,
     ):
         """Guard what is saved from here to `close`, while `units`, of `units.FlatUnit`, are used;
-        `locate` tells what stands for a tensor that lies in a unit's weights."""
+        `locate` tells what stands for a tensor that lies in a unit's weights. Without it the hooks
+        around these keep weights, too: a checkpoint's, which counts what is saved, as many whether
+        a recompute finds the weights in use or at rest."""
         self._locate = locate
         self._units = units
         self._in_backward = in_backward
@@ -146,7 +148,7 @@ class SavingGuard:
         """What stands for `tensor`; None where the hooks around these are to keep it."""
         tensor = tensor.resolve_neg().resolve_conj()  # A copy where it is lazily either.
         local = local_part(tensor)
-        saved = self._locate(local)
+        saved = self._locate and self._locate(local)
         if saved is not None and local is not tensor:
             return saved._replace(like=with_local_part(type(tensor), tensor, local.new_empty(())))
         if saved is None and self._outer is None:
@@ -175,6 +177,8 @@ class SavingGuard:
 @entry
 def _pack_apart(guard: SavingGuard, tensor: torch.Tensor) -> SavedWeight | SavedTensor | None:
     with no_trap():
+        if isinstance(tensor, OffloadedParameter) and guard._locate is not None:
+            return tensor._offload_access.saved()  # type: ignore[no-any-return]
         return guard._packed(tensor)
 
 

@@ -224,6 +224,9 @@ class FlatUnit:
         """The graph task of autograd that holds it, if any."""
         self.read = 0
         """Nodes of autograd under way that may have taken its weights, and recompute the rest."""
+        self.touched = False
+        """Whether a forward has used a parameter outside of its modules' calls: then all of them
+        rest in backward as well, where a recompute is to find them as the forward did."""
         self.around: set[int] = set()
         """Units in whose forward this one was called."""
         self.task: Any = None

@@ -1,0 +1,118 @@
+"""What autograd saves of weights, and recomputes with them, where few models have it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.structures import STRUCTURES
+from tests.training import Net, Regions, as_in_plain_torch, fp32, plain, smallest_budgets
+
+CPU, NVME = ("cpu", "cpu", "cpu"), ("nvme", "nvme", "nvme")
+
+
+@pytest.mark.parametrize("kind", ["weights read without a call", "functions that keep weights"])
+def test_a_weight_that_is_saved_at_rest_is_found_again(kind: str, tmp_path: Path) -> None:
+    as_in_plain_torch(plain, CPU, tmp_path, **fp32(build=STRUCTURES[kind]))
+
+
+class Gained(nn.Module):
+    """Checkpoints what is in it, where it uses a weight of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+        self.gain = nn.Parameter(torch.ones(32))
+
+    def inside(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh() * self.gain
+        return x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + checkpoint(self.inside, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def of_blocks(kind: type[nn.Module], net: type[Net], **options: Any) -> nn.Module:
+    """A model with blocks of a kind."""
+    made = net(**options)
+    made.blocks = nn.ModuleList(kind() for _ in range(2))
+    return made
+
+
+class Aside(Gained):
+    """Leaves what it has made in an attribute, so that no hook is told of its backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.made = super().forward(x)
+        return self.made.detach()
+
+
+class Asides(Net):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x, blocks = self.embed(tokens), self.blocks
+        for block in blocks:
+            block(x)
+            x = block.made
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+
+def test_what_is_recomputed_inside_may_leave_by_another_way(tmp_path: Path) -> None:
+    as_in_plain_torch(plain, CPU, tmp_path, **fp32(build=partial(of_blocks, Aside, Asides)))
+
+
+def test_a_unit_around_others_may_be_recomputed_twice(tmp_path: Path) -> None:
+    build = partial(of_blocks, Gained, Net, checkpointed=True)
+    as_in_plain_torch(plain, NVME, tmp_path, **fp32(build=build))
+
+
+class Ahead(Net):
+    """A checkpoint begins with the weight of a block that is called last in it."""
+
+    def region(self, x: torch.Tensor) -> torch.Tensor:
+        blocks: Any = self.blocks
+        x = (x @ blocks[-1].down.weight).tanh() @ blocks[-1].up.weight
+        for block in blocks:
+            x = block(x)
+        return x
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = checkpoint(self.region, self.embed(tokens), use_reentrant=self.reentrant)
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+
+class Early(Net):
+    """Deep supervision: in a checkpoint, an early exit by the weight of the head, which is called
+    right after it."""
+
+    def exit(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(self.blocks[0](x.tanh() @ self.blocks[-1].down.weight.T), self.head.weight)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        early = checkpoint(self.exit, F.pad(x, (0, 96)), use_reentrant=self.reentrant)
+        return self.head(self.norm(x)) + early  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("build", [Ahead, Early])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_recompute_finds_a_weight_at_rest_as_the_forward_did(
+    build: Callable[..., nn.Module], reentrant: bool, tmp_path: Path
+) -> None:
+    made = partial(build, reentrant=reentrant)
+    least = smallest_budgets(NVME, tmp_path, build=made, dtype=torch.float32)
+    as_in_plain_torch(plain, NVME, tmp_path, **fp32(build=made), **least)
+
+
+def test_a_weight_that_a_node_has_taken_stays_while_its_input_is_recomputed(tmp_path: Path) -> None:
+    as_in_plain_torch(plain, NVME, tmp_path, **fp32(build=Regions))
