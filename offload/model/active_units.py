@@ -87,8 +87,12 @@ class ActiveUnits:
             unit.stays = (
                 unit.weights is not None and (unit.stays or unit.spec.lasting) and not changed
             )
-            rests = not unit.depth and unit.graph_task < 0
-            if rests and (unit.fused or unit.spec.lasting) and unit.weights is not None:
+            rests = unit.fused or unit.spec.lasting
+            if (
+                unit.graph_task >= 0
+            ):  # A recompute: its backward has it in use, unless it rests there.
+                rests = unit.touched
+            if rests and unit.weights is not None and not unit.depth:
                 unit.unbind(between=True)
             self.release(unit)
         if changed:
