@@ -79,9 +79,9 @@ class Config:
     With max_grad_norm, whose factor is known at step(), no update begins early."""
 
     exposed_memory: int | str | None = None
-    """Most memory, such as 1GiB, for copies of weights that are read outside forward and backward
-    and of gradients on nvme that p.grad shows, together. Default: a tenth of what is free, at
-    least 256 MiB. Further gradients on nvme are shown in files beside them, in CPU memory as far
+    """Most memory, such as 1GiB, for copies of weights that are read outside of the calls of their
+    modules and of gradients on nvme that p.grad shows, together. Default: a tenth of what is free,
+    at least 256 MiB. Further gradients on nvme are shown in files beside them, in CPU memory as far
     as there is any: that is slower, and takes space beyond nvme_space until they are let go."""
 
     shard: Literal["auto", 1, 2, 3] = "auto"

@@ -14,12 +14,13 @@ from offload.model.engine import Engine
 from offload.model.parameter import OffloadedParameter
 from offload.model.passes import refuse_inside
 from offload.model.running import in_backward
-from offload.model.saved_tensors import SavedWeight, SavingGuard
+from offload.model.saved_tensors import SavedWeight, SavingGuard, in_checkpoint
 from offload.model.snapshots import Key
 from offload.model.units import FlatUnit
 from offload.planning.profile import Parameter
+from offload.program.ops import Verb
 from offload.runtime.entry import entry, interruptible, refuse_recording
-from offload.runtime.torch_internals import no_trap, saving_hooks
+from offload.runtime.torch_internals import no_trap
 
 
 class ParameterAccess:
@@ -50,8 +51,6 @@ class ParameterAccess:
         """Call `function` while all of `resting` show their true values."""
         refuse_recording("an offloaded parameter was used")
         touched: list[ParameterAccess] = [one._offload_access for one in resting]
-        for one in touched:
-            one._flat.touched |= one.engine.forward.running and not in_backward()
         if (ranks := touched[0].engine.ranks) is not None:
             at = touched[0].unit, touched[0].index
             if (call := ranks.without_others(*at, function, args, kwargs)) is not None:
@@ -62,9 +61,7 @@ class ParameterAccess:
                 stack.enter_context(one._lent())
             if torch.is_grad_enabled():
                 units = [one._flat for one in touched]
-                pack = (saving_hooks() or (None,))[0]
-                in_checkpoint = getattr(pack, "__module__", "") == "torch.utils.checkpoint"
-                locate = None if in_checkpoint else partial(_saved_of, touched)
+                locate = None if in_checkpoint() else partial(_saved_of, touched)
                 guard = SavingGuard(locate, units, in_backward())
                 stack.callback(guard.close)
             with interruptible(), no_trap():
@@ -99,10 +96,12 @@ class ParameterAccess:
         if type(self._flat.parameters[self.index]) is not self._flat.bindings[self.index].resting:
             return None
         if in_backward():
-            engine.enter_backward()  # A recompute may be the first that is seen of it.
+            if not engine.forward.running:
+                engine.enter_backward()  # A recompute may be the first that is seen of it.
             engine.early.require_open(self.unit, "a touch")
         else:
             engine.early.require_step("a touch of a parameter")
+            self._flat.touched |= engine.passes.verb is Verb.FORWARD
         if engine.ranks is not None:
             return engine.ranks.shown(self.unit, self.index)  # type: ignore[no-any-return]
         return engine.snapshots.tensor(Key("weight", self.unit, self.index))

@@ -84,26 +84,20 @@ class ActiveUnits:
         changed = [name for unit in used if unit.weights is not None and (name := unit.changed())]
         for unit in used:
             unit.depth = max(0, unit.depth - 1)
-            unit.stays = (
-                unit.weights is not None and (unit.stays or unit.spec.lasting) and not changed
-            )
-            rests = unit.fused or unit.spec.lasting
-            if (
-                unit.graph_task >= 0
-            ):  # A recompute: its backward has it in use, unless it rests there.
-                rests = unit.touched
-            if rests and unit.weights is not None and not unit.depth:
+            unit.stays = unit.stays and unit.weights is not None and not changed
+            # In a recompute in its own backward it is in use, unless the forward found it at rest.
+            rests = unit.touched if unit.graph_task >= 0 else unit.fused or unit.spec.lasting
+            if rests and unit.weights is not None and not (unit.depth or changed):
                 unit.unbind(between=True)
             self.release(unit)
         if changed:
             refuse_change(changed[0], "forward")
 
     def make_way(self, changed: FlatUnit | None = None) -> None:
-        """Put at rest what is in its slot between two calls, but what is lasting, unless it is
-        `changed`."""
-        for unit in [one for one in self.units if one.between and not one.read]:
-            if unit is changed or not unit.spec.lasting:
-                unit.stays &= unit is not changed
+        """Put at rest what is in its slot between two calls: what is lasting, or what a node of
+        autograd is unpacking, only where it is `changed`."""
+        for unit in [one for one in self.units if one.between]:
+            if unit is changed or not (unit.spec.lasting or unit.unpacking):
                 unit.between = False
                 self.release(unit)
 
@@ -126,11 +120,13 @@ class ActiveUnits:
 
     def release_stayed(self, graph_task: int, *, but: FlatUnit | None = None) -> None:
         """Put the units at rest that a graph task holds, but one, those that were called inside
-        its forward, whose backwards interleave with its own, those that are lasting, and those that
-        a node reads."""
+        its forward, whose backwards interleave with its own, those that are lasting, and those of
+        which a node is unpacking something."""
         changed = None
         for unit in list(self.units):
-            stays = unit.read or unit.spec.lasting or (but is not None and unit.nested_with(but))
+            stays = (
+                unit.unpacking or unit.spec.lasting or (but is not None and unit.nested_with(but))
+            )
             if unit.graph_task == graph_task and not stays:
                 changed = changed or unit.changed()
                 unit.stays, unit.graph_task = False, -1
@@ -142,7 +138,8 @@ class ActiveUnits:
     def release_all(self, *, but_used: bool = False) -> None:
         """Put every unit at rest, whatever uses it, `but_used` those that a running module uses."""
         for unit in [one for one in self.units if not (but_used and one.depth)]:
-            unit.depth, unit.stays, unit.between, unit.graph_task = 0, False, False, -1
+            unit.depth, unit.unpacking, unit.graph_task = 0, 0, -1
+            unit.stays = unit.between = False
             self.release(unit)
 
     def saved_weight(self, tensor: torch.Tensor) -> SavedWeight | None:

@@ -374,7 +374,7 @@ class Engine:
 
     def _use(self, unit: FlatUnit) -> None:
         """Bring a unit into use, in a pass that is opened where there is none."""
-        if unit.between and (unit.spec.lasting or not unit.stays):
+        if unit.between and not unit.stays:
             self.snapshots.boundary(unit.index)  # An edit puts it at rest.
         if unit.weights is not None:
             if unit.task is not None:

@@ -6,8 +6,9 @@ backward. So around each unit's forward a pair of saved-tensor hooks packs every
 a unit's weights as a `SavedWeight` (unit, offset, shape, strides). It is turned back into a view
 when the unit is in use again, or into one of a snapshot when it is not: a stale read is impossible.
 A saved weight also notes the parameter's version, which torch does not check for packed tensors.
-A node without a bias takes its weight before its input, for which a checkpoint over several units
-runs them anew: its own unit stays in the slot meanwhile.
+Autograd unpacks what a node has saved one by one. Without a bias the weight comes first; unpacking
+the input may then run all of a checkpoint, which would refill the slot. So a unit stays in its slot
+while a node that may have its weights unpacks the rest (`unpacking`).
 
 Any other tensor goes to the hooks that were active before (of a checkpoint, of `save_on_cpu`), or
 is kept as torch keeps it: apart from its graph, as a node that saves its own output would keep
@@ -100,6 +101,12 @@ class SavedTensor(NamedTuple):
         return self.alias
 
 
+def in_checkpoint() -> bool:
+    """Whether a checkpoint (not reentrant) has what is saved, now or in its recompute."""
+    pack = (saving_hooks() or (None,))[0]
+    return getattr(pack, "__module__", "") == "torch.utils.checkpoint"
+
+
 class SavingGuard:
     """The pair of saved-tensor hooks around a unit's forward, see [Note: Saved weights]."""
 
@@ -166,12 +173,12 @@ class SavingGuard:
         if type(packed) is SavedTensor:
             return packed.unpack()
         for unit in self._units:
-            unit.read += 1
+            unit.unpacking += 1
         try:
             return self._outer[1](packed[0])  # type: ignore[no-any-return]
         finally:
             for unit in self._units:
-                unit.read -= 1
+                unit.unpacking = max(0, unit.unpacking - 1)
 
 
 @entry

@@ -12,7 +12,9 @@ modules brings all its weights into the slot, where they stay until another unit
 the pass ends. Between two calls all its parameters rest. In a call, or its backward, those of other
 modules rest that have not come to theirs. So a touch is of a snapshot, as ever, and nothing that
 autograd saves outside of a module is a view of the slot. An edit of a snapshot ends the stay.
-Tied parameters rest between two calls as well, but in a slot of their own, to the end of the pass.
+Parameters of tied units, and of units around others, rest between two calls as well; their slot is
+their own, and keeps them to the end of the pass. Where a forward has read a parameter without a
+call of its module, all of its unit rest in backward, too (`touched`).
 """
 
 from __future__ import annotations
@@ -219,20 +221,20 @@ class FlatUnit:
         self.between = False
         """At rest between two calls, but in its slot, see [Note: Fused units]."""
         self.stays = False
-        """In use beyond those calls: for its backward, or lasting to the end of the pass."""
+        """In use beyond those calls: for its backward."""
         self.graph_task = -1
         """The graph task of autograd that holds it, if any."""
-        self.read = 0
-        """Nodes of autograd under way that may have taken its weights, and recompute the rest."""
+        self.unpacking = 0
+        """Nodes of autograd under way that may have its weights, and unpack what else was saved."""
         self.touched = False
-        """Whether a forward has used a parameter outside of its modules' calls: then all of them
+        """Whether a forward has read a parameter outside of its modules' calls: then all of them
         rest in backward as well, where a recompute is to find them as the forward did."""
         self.around: set[int] = set()
         """Units in whose forward this one was called."""
         self.task: Any = None
         """The compute task that stands for this use, if one does."""
         self.weights: Weights | None = None
-        """Those in use, None at rest."""
+        """Those in its slot, also between two calls; None where it has none."""
         self.stand_ins = [
             stand_ins[p.dtype].expand(p.shape) if p.shape else stand_ins[p.dtype][0]
             for p in spec.parameters

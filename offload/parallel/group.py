@@ -142,7 +142,8 @@ class Group:
 
     @contextmanager
     def all_or_none(self) -> Iterator[None]:
-        """A context of what all ranks do, without a collective; where one raises, each of them."""
+        """A context in which each rank does its part, and begins no collective; at its end all hear
+        whether one raised an Exception, and then all raise."""
         failed = None
         try:
             yield

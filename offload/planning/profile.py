@@ -178,8 +178,7 @@ class Unit:
     parameters: tuple[Parameter, ...]
     segments: tuple[Segment, ...]
     lasting: bool = False
-    """Stays in use until the pass ends, as it is tied or encloses other units: it has a slot of its
-    own."""
+    """Stays in its slot, which is its own, until the pass ends: it is tied, or encloses others."""
     backward: bool = True
     """Backward needs its weights (an embedding's does not)."""
     chunk_elements: int = CHUNK_ELEMENTS
