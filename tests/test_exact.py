@@ -14,7 +14,6 @@ from torch import nn
 
 from cpu_adam import CPULion
 from tests.training import (
-    ALL_PLACEMENTS,
     RESIDENT,
     SAMPLED,
     Net,
@@ -25,6 +24,7 @@ from tests.training import (
     accumulation,
     assert_same,
     batch,
+    everywhere,
     fails,
     fp32,
     frozen,
@@ -367,46 +367,20 @@ SLOW = {
 """Loops that are much like others, and not in the fast tier."""
 
 
-def sampled() -> list[Any]:
-    """Every loop in one of the nine, every one of the nine in a ninth of the loops."""
-    chosen = []
-    for index, case in enumerate(CASES):
-        placement, marks = SAMPLED[index % 9], pytest.mark.slow if case in SLOW else ()
-        name = f"{case}-{'-'.join(placement)}"
-        chosen.append(pytest.param(case, placement, marks=marks, id=name))
-    return chosen
+IN_TURN = [one for one in zip(CASES, itertools.cycle(SAMPLED)) if one[0] not in SLOW]
+"""Every loop in one of the nine, every one of the nine in a ninth of the loops."""
 
 
-@pytest.mark.parametrize(("case", "placement"), sampled())
-def test_every_loop_in_some_placements(
+@pytest.mark.parametrize(("case", "placement"), everywhere(CASES, IN_TURN))
+def test_every_loop_in_all_placements(
     case: str, placement: tuple[str, str, str], drive: str
 ) -> None:
     feature, options = CASES[case]
     assert_as_the_reference(train(placement, drive, feature, **options), case, drive)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("placement", ALL_PLACEMENTS, ids="-".join)
-@pytest.mark.parametrize("case", CASES)
-def test_every_loop_in_all_placements(
-    case: str, placement: tuple[str, str, str], drive: str
-) -> None:
-    test_every_loop_in_some_placements(case, placement, drive)
-
-
-def in_the_smallest_budgets() -> list[Any]:
-    """Every twelfth loop, each in another of the nine; two of them in the fast tier."""
-    few = zip(list(CASES)[::12], itertools.cycle(SAMPLED))
-    return [
-        pytest.param(
-            *one, marks=() if number < 2 else pytest.mark.slow, id=f"{one[0]}-{'-'.join(one[1])}"
-        )
-        for number, one in enumerate(few)
-    ]
-
-
-@pytest.mark.parametrize(("case", "placement"), in_the_smallest_budgets())
-def test_some_loops_in_the_smallest_budgets(
+@pytest.mark.parametrize(("case", "placement"), everywhere(CASES, zip([*CASES][:24:12], SAMPLED)))
+def test_every_loop_in_the_smallest_budgets(
     case: str, placement: tuple[str, str, str], drive: str
 ) -> None:
     """One weight slot per size class, staging for the largest value: not a block more is given."""
@@ -415,12 +389,3 @@ def test_some_loops_in_the_smallest_budgets(
     least = smallest_budgets(placement, drive, **kept)
     result = train(placement, drive, feature, **options, **least)
     assert_as_the_reference(result, case, drive)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("placement", ALL_PLACEMENTS, ids="-".join)
-@pytest.mark.parametrize("case", CASES)
-def test_every_loop_in_the_smallest_budgets(
-    case: str, placement: tuple[str, str, str], drive: str
-) -> None:
-    test_some_loops_in_the_smallest_budgets(case, placement, drive)

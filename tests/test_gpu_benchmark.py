@@ -177,6 +177,9 @@ def test_masters_take_the_steps_of_adamw_in_fp32() -> None:
         torch.testing.assert_close(parameter.detach(), master.bfloat16(), rtol=0, atol=0)
 
 
+# -- gaps --------------------------------------------------------------------------------------
+
+
 def test_the_longest_gap_names_what_the_host_did() -> None:
     def dawdle() -> None:
         time.sleep(0.3)
@@ -276,6 +279,43 @@ def test_a_later_call_trains_what_is_not_there(
     again = run_rows(monkeypatch, names[1] + " 16k$", {})[1]
     assert again == [f"{names[1]} 16k"]
     assert results.kept()["train"][f"{names[1]} 16k"]["step_s"] == 1.0
+
+
+def test_a_run_that_hangs_is_a_line(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (run,) = rows.HOUR["nvme"]
+    assert run_rows(monkeypatch, "nvme", {run.name: "hangs"}) == (1, [f"{run.name} 32k"])
+    assert results.kept()["train"][f"{run.name} 32k"]["refused"] == "it took more than 240 s"
+
+
+# -- pages -------------------------------------------------------------------------------------
+
+
+def test_the_page_has_the_last_of_all_that_was_kept(
+    there: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gap = {"ms": 2.5, "at_ms": 1.0, "host": "lanes.py:_block", "op": "", "copies": ""}
+    one = {"size": "3b", "point": "16k", "lanes": {"h2d": {"busy_s": 1.0}}, "gaps": [gap]}
+    results.keep("train", {"row": "3b torch-fp32 16k", **one, "step_s": 9.0})
+    results.keep("train", {"row": "3b torch-fp32 16k", **one, "step_s": 1.0})
+    more = {"notices": ["not pinned"], "point": "16k-unsaid"}
+    results.keep("train", {"row": "3b cpu-cpu-cpu 16k-unsaid", **one, **more, "step_s": 2.0})
+    results.keep("copies", {"row": "pageable", "h2d_gb_s": 5.0})
+    with there.open("a") as file:
+        file.write('{"stage": "copies", "row": "regis')  # Cut by the end of a call.
+    results.main()
+    page = there.with_name("gpu.md").read_text()
+    assert page == capsys.readouterr().out[:-1]
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines()]
+    head = next(line for line in cells if line[:2] == ["row", "step_s"])
+    found = {line[0]: dict(zip(head, line)) for line in cells if len(line) == len(head)}
+    unsaid = found["3b cpu-cpu-cpu 16k-unsaid"]
+    assert found["3b torch-fp32 16k"]["step_s"] == "1"
+    assert (unsaid["share"], unsaid["step_s"], "light" in unsaid) == ("0.5", "2", False)
+    predicted = results.expected()["3b cpu-cpu-cpu 16k-unsaid"]
+    assert float(unsaid["off"]) == pytest.approx(2.0 / predicted, rel=0.01)
+    assert "* 3b cpu-cpu-cpu 16k-unsaid: not pinned" in page
+    assert "| 2.5 | 1     | lanes.py:_block |" in page
+    assert "busy_s" not in page
 
 
 @pytest.mark.slow

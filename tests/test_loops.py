@@ -16,7 +16,6 @@ from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.training import (
-    ALL_PLACEMENTS,
     SAMPLED,
     Net,
     Regions,
@@ -24,6 +23,7 @@ from tests.training import (
     Run,
     assert_same,
     batch,
+    everywhere,
     fails,
     fp32,
     plain,
@@ -386,13 +386,7 @@ FAST = {
 """Loops of the fast tier."""
 
 
-def placed() -> list[Any]:
-    """Every loop in one of the nine that is not resident."""
-    found = []
-    for case, placement in zip(CASES, itertools.cycle(SAMPLED[1:])):
-        marks = () if case in FAST else pytest.mark.slow
-        found.append(pytest.param(case, placement, marks=marks, id=f"{case}-{'-'.join(placement)}"))
-    return found
+NOT_RESIDENT = [one for one in zip(CASES, itertools.cycle(SAMPLED[1:])) if one[0] in FAST]
 
 
 @cache
@@ -402,20 +396,10 @@ def alone(case: str) -> Result:
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of:UserWarning")
-@pytest.mark.parametrize(("case", "placement"), placed())
+@pytest.mark.parametrize(("case", "placement"), everywhere(CASES, NOT_RESIDENT))
 def test_the_bits_without_an_engine(
     case: str, placement: tuple[str, str, str], tmp_path: Path
 ) -> None:
     feature, options = CASES[case]
     ours = train(placement, tmp_path, feature, **options)
     assert_same(without_idle_states(ours), alone(case))
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:Detected call of:UserWarning")
-@pytest.mark.parametrize("placement", ALL_PLACEMENTS, ids="-".join)
-@pytest.mark.parametrize("case", CASES)
-def test_the_bits_in_all_placements(
-    case: str, placement: tuple[str, str, str], tmp_path: Path
-) -> None:
-    test_the_bits_without_an_engine(case, placement, tmp_path)

@@ -69,6 +69,17 @@ def in_turn(names: Iterable[str], others: Sequence[Any]) -> list[Any]:
     ]
 
 
+def everywhere(names: Iterable[str], fast: Iterable[tuple[str, Any]]) -> list[Any]:
+    """Parameters of a test: each name in all placements; those pairs in the fast tier."""
+    few = {*fast}
+    return [
+        pytest.param(
+            *one, marks=() if one in few else pytest.mark.slow, id=f"{one[0]}-{'-'.join(one[1])}"
+        )
+        for one in itertools.product(names, ALL_PLACEMENTS)
+    ]
+
+
 def round_about(placements: Sequence[tuple[str, str, str]]) -> list[Any]:
     """Parameters of a test: all pairs, each with the next one in the fast tier, others slow."""
     return [
