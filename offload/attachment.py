@@ -28,7 +28,7 @@ from offload.model.checks import check_arguments, check_model
 from offload.model.engine import Attached, Engine, NoCommits, attached_to, engine_of, engines
 from offload.model.hooks import Hooks
 from offload.model.parameter import PLAIN, AttachedParameter, refuse_hook
-from offload.model.units import FlatUnit, Group, count_change, partition
+from offload.model.units import FlatUnit, UnitModules, count_change, partition
 from offload.optim.optimizer import Optimizer, give_back
 from offload.optim.states import States
 from offload.optim.supported_optimizers import check_optimizer, of_no_group, rule_of
@@ -102,7 +102,7 @@ def attach(
     device, groups = compute_device(), partition(model)
     group, split = _group_of(mesh, device, config), _split_of(model, mesh, device, config)
     found = machine or _machine(device, config, group)
-    _tell_of_no_group(optimizer, groups)
+    _tell_ungrouped(optimizer, groups)
     cut = partial(planned, groups, config, found, rule_of(optimizer), trains=bool(optimizer))
     groups, placed = cut() if group is None else planned_alike(cut, group, config)
     for unit, one in enumerate(groups):
@@ -156,7 +156,7 @@ def _machine(device: Device, config: Config, group: Any) -> Machine:
     return found if group is None else group.least(found)  # type: ignore[no-any-return]
 
 
-def _tell_of_no_group(optimizer: torch.optim.Optimizer | None, groups: Sequence[Group]) -> None:
+def _tell_ungrouped(optimizer: torch.optim.Optimizer | None, groups: Sequence[UnitModules]) -> None:
     named = (pair for group in groups for pair in group.named.items())
     if optimizer is not None and (told := of_no_group(optimizer, named)):
         warn_user(told)
@@ -296,7 +296,7 @@ class _Attaching:
     model: nn.Module
     optimizer: torch.optim.Optimizer | None
     config: Config
-    groups: list[Group]
+    groups: list[UnitModules]
     plan: Plan
     device: Device
     initialize: Callable[[nn.Module], object]

@@ -20,7 +20,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class JsonKey:
     """A key of DeepSpeed 0.19, as `deepspeed_keys.json` lists them."""
 
     name: str
@@ -37,19 +37,19 @@ class Key:
     """How it is translated, or why it has no meaning."""
 
 
-def _table() -> Iterator[Key]:
+def _table() -> Iterator[JsonKey]:
     for group in json.loads(Path(__file__).with_name("deepspeed_keys.json").read_text("utf-8")):
         for names, default in group["keys"].items():
             name, *aliases = names.split("|")
             choices = tuple(group.get("choices", ()))
-            yield Key(name, tuple(aliases), default, choices, group["here"], group["says"])
+            yield JsonKey(name, tuple(aliases), default, choices, group["here"], group["says"])
 
 
 def _section_of(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-KEYS: dict[str, Key] = {key.name: key for key in _table()}
+KEYS: dict[str, JsonKey] = {key.name: key for key in _table()}
 
 ALIASES: dict[str, str] = {"bfloat16": "bf16"}
 """The proper name of each other name."""
@@ -167,7 +167,7 @@ def _refuse_misspelt(last: str, section: str) -> None:
         raise ValueError(f"there is no key {last!r} in {section or 'the file'}: {likely}")
 
 
-def _as_kind(key: Key, value: Any) -> Any:
+def _as_kind(key: JsonKey, value: Any) -> Any:
     """A value as its key's kind, where it is used: 5e8 is a whole number, "true" a switch."""
     text, kind = str(value).lower(), type(key.default)
     try:

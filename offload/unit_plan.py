@@ -11,7 +11,7 @@ from operator import itemgetter
 from typing import Any
 
 from offload.config import Config
-from offload.model.units import Group, merged
+from offload.model.units import UnitModules, merged
 from offload.planning.layout import Plan
 from offload.planning.machine import Machine
 from offload.planning.planner import BudgetError, Grain, plan_cut
@@ -20,9 +20,9 @@ from offload.planning.profile import (
     CHUNK_ELEMENTS,
     KINDS,
     Parameter,
-    Part,
     Profile,
     Sharding,
+    TensorPart,
     Unit,
     lay_out_unit,
     profile_of,
@@ -35,7 +35,7 @@ UNIT_COST_BYTES = 256 << 10
 
 
 def spec_of(
-    group: Group,
+    group: UnitModules,
     gradient_dtype: str,
     chunk_elements: int = CHUNK_ELEMENTS,
     ranks: int = 1,
@@ -64,7 +64,7 @@ def spec_of(
     )
 
 
-def _part_of(parameter: Any) -> Part | None:
+def _part_of(parameter: Any) -> TensorPart | None:
     """What is here of a DTensor on a mesh of one dimension; None of any other parameter."""
     if local_part(parameter) is parameter:
         return None
@@ -72,12 +72,12 @@ def _part_of(parameter: Any) -> Part | None:
     number, start = mesh.get_local_rank() if placement.is_shard() else 0, [0] * len(shape)
     if number:  # As torch cuts: the last part may be shorter.
         start[placement.dim] = number * -(-shape[placement.dim] // mesh.size())
-    return Part(number, shape, tuple(start))
+    return TensorPart(number, shape, tuple(start))
 
 
 def planned_alike(
-    cut: Callable[[Sharding], tuple[list[Group], Plan]], group: Any, config: Config
-) -> tuple[list[Group], Plan]:
+    cut: Callable[[Sharding], tuple[list[UnitModules], Plan]], group: Any, config: Config
+) -> tuple[list[UnitModules], Plan]:
     """The plan of each rank of a group, in which ranks send each other least: of those that
     `Config.shard` allows the first that fits all of them. Raises BudgetError where none fits here,
     RuntimeError where none fits another rank."""
@@ -116,24 +116,24 @@ def _but_columns(plan: Plan) -> object:
 
 
 def planned(
-    groups: list[Group],
+    groups: list[UnitModules],
     config: Config,
     machine: Machine,
     rule: str,
     sharding: Sharding = ALONE,
     *,
     trains: bool,
-) -> tuple[list[Group], Plan]:
+) -> tuple[list[UnitModules], Plan]:
     """The units and their plan: small neighbours fused or not, whichever costs least. Larger units
     have larger slots, which leave less room in the fast tiers. A BudgetError where nothing fits
     tells what would do where none are fused."""
 
-    def profile(groups: list[Group], cut: Grain) -> Profile:
+    def profile(groups: list[UnitModules], cut: Grain) -> Profile:
         how = config.gradient_dtype, cut.elements, sharding.ranks
         units = [spec_of(group, *how, trains=trains) for group in groups]
         return profile_of(units, chunk_stages=cut.stages, sharding=sharding)
 
-    def cost(groups: list[Group]) -> tuple[float, list[Group], Plan | BudgetError]:
+    def cost(groups: list[UnitModules]) -> tuple[float, list[UnitModules], Plan | BudgetError]:
         try:
             found = plan_cut(partial(profile, groups), config, machine, rule=rule)
         except BudgetError as error:

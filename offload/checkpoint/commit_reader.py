@@ -112,7 +112,7 @@ def _check_places(commit: Mapping[str, Any], layout: Mapping[str, Any], *, whole
             raise ValueError(f"{shown(name)} is not there as a whole")
 
 
-class _Place(NamedTuple):
+class _Extent(NamedTuple):
     """Where part of a parameter lies."""
 
     start: int
@@ -131,10 +131,10 @@ class PartReader:
         self.commit, self._layout = commit, layout
         self._stripes = aio.Stripes(layout["stripes"][0], tuple(layout["stripes"][1]))
         self._fds, self._paths = list[int](), record_files(directory, layout)
-        self._places = dict[str, list[_Place]]()
+        self._places = dict[str, list[_Extent]]()
         for number, chunk in enumerate(layout["chunks"]):
             for name, start, at, elements in chunk["pieces"]:
-                self._places.setdefault(name, []).append(_Place(start, number, at, elements))
+                self._places.setdefault(name, []).append(_Extent(start, number, at, elements))
         self.buffers = _read_buffers(directory, commit)
         self._bytes = lru_cache(2)(self._read_bytes)
         self._plain = lru_cache(2)(self._read_plain)
@@ -168,14 +168,14 @@ class PartReader:
             sizes = items(prefix, place.start), items(prefix, place.elements)
             yield *sizes, partial(self._part, prefix, name, place)
 
-    def _part(self, prefix: str, name: str, place: _Place) -> torch.Tensor:
+    def _part(self, prefix: str, name: str, place: _Extent) -> torch.Tensor:
         if prefix != WEIGHTS:
             return self._plain(name, place)[prefix]
         content = self._bytes("weight", place.chunk)
         weights = content.view(getattr(torch, self._layout["parameters"][name][0]))
         return weights[place.chunk_start :][: place.elements]
 
-    def _read_plain(self, name: str, place: _Place) -> dict[str, torch.Tensor]:
+    def _read_plain(self, name: str, place: _Extent) -> dict[str, torch.Tensor]:
         """The slots of part of a state."""
         layout = self._layout
         fmt = format_for(layout["parameters"][name][0], layout["states"], layout["rule"])

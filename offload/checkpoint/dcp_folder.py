@@ -100,7 +100,7 @@ class _Unpickler(pickle._Unpickler):  # That in C has a memo of any size that a 
         raise ValueError(f"a {module}.{name}, which could run code")
 
 
-class _Place(NamedTuple):
+class _Entry(NamedTuple):
     """Where an entry lies, and of a chunk which part of its tensor it is."""
 
     file: str
@@ -121,14 +121,14 @@ class Folder:
         self._chunk = lru_cache(CHUNKS_MAX)(self._map)
         with open(os.path.join(where, ".metadata"), "rb") as file:
             found = _Unpickler(file).load().state
-        there: dict[Any, _Place] = {}
+        there: dict[Any, _Entry] = {}
         for index, one in found["storage_data"].items():
             name, stored = index.state["fqn"], one.state
             check(stored, _STORED, f"the place of {shown(name)}")
-            there[name, index.state.get("offset")] = _Place(*(stored[key] for key in _STORED))
+            there[name, index.state.get("offset")] = _Entry(*(stored[key] for key in _STORED))
         self.tensors: dict[str, Tensor] = {}
-        self.objects: dict[str, _Place] = {}
-        self._chunks: dict[str, list[_Place]] = {}
+        self.objects: dict[str, _Entry] = {}
+        self._chunks: dict[str, list[_Entry]] = {}
         known = found["state_dict_metadata"]
         paths = found["planner_data"] or {}  # In the order of the state dict.
         self.paths = {name: paths.get(name, (name,)) for name in {**paths, **known}}
@@ -147,11 +147,11 @@ class Folder:
             ]
             self._check(self.tensors[name], self._chunks[name])
 
-    def _check(self, one: Tensor, chunks: list[_Place]) -> None:
+    def _check(self, one: Tensor, chunks: list[_Entry]) -> None:
         if one.dtype not in NAMES:
             raise ValueError(f"{shown(one.name)} of {one.dtype}, which no save has")
         shape, item = one.shape, one.itemsize
-        for box in (*chunks, _Place("", 0, COUNT_MAX, (0,) * len(shape), shape)):
+        for box in (*chunks, _Entry("", 0, COUNT_MAX, (0,) * len(shape), shape)):
             within = len(box.offsets) == len(box.sizes) == len(shape) and all(
                 count(at) and count(size) and at + size <= most
                 for at, size, most in zip(box.offsets, box.sizes, shape)
@@ -161,7 +161,7 @@ class Folder:
         if sum(prod(box.sizes) for box in chunks) != prod(shape):
             raise ValueError(f"{shown(one.name)}, of which a part is missing")
 
-    def _load(self, place: _Place, device: str) -> Any:
+    def _load(self, place: _Entry, device: str) -> Any:
         with open(os.path.join(self.where, place.file), "rb") as file:
             view: Any = _create_file_view(file, place.start, place.length)
             return torch.load(view, weights_only=True, map_location=device)
@@ -174,7 +174,7 @@ class Folder:
         found = self._load(place, "cpu")
         return found.item() if isinstance(found, torch.Tensor) else found
 
-    def _map(self, dtype: str, place: _Place) -> Any:
+    def _map(self, dtype: str, place: _Entry) -> Any:
         """A chunk, where it lies: integers of its items' size."""
         found = self._load(place, "meta")  # It has no memory, and knows where its values begin.
         if (name_of(found.dtype), found.shape) != (dtype, place.sizes):

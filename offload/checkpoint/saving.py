@@ -57,7 +57,7 @@ from offload.model.engine import Engine, engine_of
 from offload.model.passes import refuse_inside
 from offload.model.units import count_change
 from offload.optim.optimizer import Optimizer
-from offload.optim.states import Part
+from offload.optim.states import StatePart
 from offload.planning.layout import Plan
 from offload.planning.profile import Parameter, Piece
 from offload.planning.tiers import parse_bytes
@@ -338,7 +338,7 @@ def options_of(run: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [decoded(group["options"]) for group in run["optimizer"]["groups"]]
 
 
-class Chunk(NamedTuple):
+class SavedChunk(NamedTuple):
     """A chunk of a unit: what of parameters it has, and the values that have homes of their own,
     which weights of torch's own parameters have not."""
 
@@ -347,7 +347,7 @@ class Chunk(NamedTuple):
     state: Value | None
 
 
-def chunks_of(plan: Plan, sets: Sets | None = None, *, lasts: bool = False) -> Iterator[Chunk]:
+def chunks_of(plan: Plan, sets: Sets | None = None, *, lasts: bool = False) -> Iterator[SavedChunk]:
     """All chunks, or those whose weights are in some sets, in the order of their parameters. Where
     what `lasts` on nvme is there, those that have other values, without states on nvme."""
     for unit, spec in enumerate(plan.profile.units):
@@ -360,7 +360,7 @@ def chunks_of(plan: Plan, sets: Sets | None = None, *, lasts: bool = False) -> I
             if there and state is None:
                 continue
             if sets is None or (pieces and plan.profile.name_of(pieces[0]) in sets[WEIGHTS]):
-                yield Chunk(pieces, weight, state)
+                yield SavedChunk(pieces, weight, state)
 
 
 def _slots_in(sets: Sets, name: str) -> list[str]:
@@ -382,7 +382,7 @@ def part_of(
 def parts_of(engine: Engine, model: nn.Module, optimizer: Optimizer | None, sets: Sets) -> Parts:
     """What is here of the values of some sets, each part where it lies."""
 
-    def read(chunk: Chunk) -> tuple[Chunk, list[torch.Tensor | None]]:
+    def read(chunk: SavedChunk) -> tuple[SavedChunk, list[torch.Tensor | None]]:
         wanted = chunk.weight, chunk.state if len(sets) > 1 else None
         return chunk, [one and engine.runner.read_home(one) for one in wanted]
 
@@ -401,7 +401,7 @@ def parts_of(engine: Engine, model: nn.Module, optimizer: Optimizer | None, sets
 @torch.no_grad()
 def fill(
     runner: Runner,
-    chunks: Iterable[Chunk],
+    chunks: Iterable[SavedChunk],
     parameters: Sequence[Sequence[torch.Tensor]],
     values: Values,
     optimizer: Optimizer | None = None,
@@ -414,7 +414,7 @@ def fill(
     waiting = 0 if runner.store is None else AHEAD + 1
     buffers = itertools.cycle([host_tensor(largest) for _ in range(1 + waiting)])
 
-    def put(chunk: Chunk, weights: torch.Tensor | None, parts: list[Part]) -> None:
+    def put(chunk: SavedChunk, weights: torch.Tensor | None, parts: list[StatePart]) -> None:
         if chunk.weight is not None and weights is not None:
             runner.write_home(chunk.weight, weights)
         if chunk.state is not None and optimizer is not None and parts:
@@ -422,7 +422,7 @@ def fill(
 
     def puts() -> Iterator[Callable[[], None]]:
         for chunk in chunks:
-            weights, parts = None, list[Part]()
+            weights, parts = None, list[StatePart]()
             homes = [plan.home(v.kind, v.unit).tier for v in chunk[1:] if v is not None]
             if chunk.weight is not None:
                 weights = next(buffers)[: runner.memory.extent(chunk.weight)[1]].zero_()

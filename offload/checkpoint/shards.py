@@ -200,7 +200,7 @@ def _head(shard: Iterable[Tensor]) -> Bytes:
     return np.frombuffer(len(text).to_bytes(8, "little") + text, np.uint8)
 
 
-class _Place(NamedTuple):
+class _Found(NamedTuple):
     """Where a tensor lies, and its checksum, where the index has one."""
 
     tensor: Tensor
@@ -235,7 +235,7 @@ class SetsReader:
         """Whether several processes read it, each some parts: then `check` compares checksums."""
         self.parts: dict[tuple[str, str], tuple[int, int, int]] = {}
         """Of tensors of which a part was read: from which byte on, to which, and its checksum."""
-        self.places: dict[str, dict[str, _Place]] = {}
+        self.places: dict[str, dict[str, _Found]] = {}
         """By set and name."""
         try:
             for prefix in prefixes:
@@ -244,7 +244,7 @@ class SetsReader:
             self.close()
             raise
 
-    def _open(self, prefix: str) -> Iterator[_Place]:
+    def _open(self, prefix: str) -> Iterator[_Found]:
         index = head_of(self._directory, prefix)
         if not index.endswith(".json"):
             yield from self._header(os.path.basename(index))
@@ -265,7 +265,7 @@ class SetsReader:
             name, file = min(other)
             raise ValueError(f"{index} and {shown(file)}: only one of them has {shown(name)}")
 
-    def _header(self, file: str) -> Iterator[_Place]:
+    def _header(self, file: str) -> Iterator[_Found]:
         path = os.path.join(self._directory, file)
         path = os.path.realpath(path) if self._links else path
         reader = aio.Reader(path, self._backend)
@@ -284,7 +284,7 @@ class SetsReader:
         found = [Tensor(k, known[v.get_dtype()], tuple(v.get_shape())) for k, v in slices.items()]
         at = reader.size - sum(one.bytes for one in found)  # There are no gaps.
         for one in found:
-            yield _Place(one, reader, at, None)
+            yield _Found(one, reader, at, None)
             at += one.bytes
 
     @property
@@ -330,7 +330,7 @@ class SetsReader:
                 self._check(place, crc)
 
     @staticmethod
-    def _check(place: _Place, crc: int) -> None:
+    def _check(place: _Found, crc: int) -> None:
         if place.crc is not None and crc != place.crc:
             raise OSError(
                 errno.EIO,

@@ -13,8 +13,8 @@ from typing import Any, Literal
 import torch
 
 from offload.cli.console import warnings_of
-from offload.model.units import Group, partition
-from offload.planning.transformer import PARTS, Transformer, Work, gpt
+from offload.model.units import UnitModules, partition
+from offload.planning.transformer import PARTS, Transformer, UnitWork, gpt
 from offload.unit_plan import spec_of
 
 
@@ -54,11 +54,11 @@ def _pretrained(path: str, recompute: bool, trains: bool = True) -> Transformer:
     chosen = first("num_experts_per_tok") / experts if experts else 1.0
     blocks = sum(bool(group.listed) for group in groups)
 
-    def work(group: Group) -> Work:
+    def work(group: UnitModules) -> UnitWork:
         laid = spec_of(group, "param", trains=trains).parameters
         used = sum(one.elements * (chosen if ".experts." in one.name else 1) for one in laid)
         block, met = bool(group.listed), used * group.backward
-        return Work(group.name, laid, met, block and layers / blocks, block, group.backward)
+        return UnitWork(group.name, laid, met, block and layers / blocks, block, group.backward)
 
     hidden, vocabulary = first("hidden_size", "d_model"), first("vocab_size")
     return Transformer(layers, hidden, vocabulary, [*map(work, groups)], recompute)

@@ -45,7 +45,7 @@ SAVED_PER_PARAMETER_MAX = 8
 
 
 @dataclass(slots=True)
-class Group:
+class UnitModules:
     """The parameters of a unit before they are laid out, and who announces their use."""
 
     name: str
@@ -58,7 +58,7 @@ class Group:
     """Name of the list around whose modules are likely used one after the other, if any."""
 
 
-def partition(model: nn.Module) -> list[Group]:
+def partition(model: nn.Module) -> list[UnitModules]:
     """Cut a model into units, in the order of its parameters.
 
     A child of a `ModuleList` or `Sequential` is a unit with all that is in it, and so is a module
@@ -77,7 +77,7 @@ def partition(model: nn.Module) -> list[Group]:
             entry = (unit_name, unit_module, listed or "")
             if entry not in owners.setdefault(parameter, []):
                 owners[parameter].append(entry)
-    groups: dict[str, Group] = {}
+    groups: dict[str, UnitModules] = {}
     for parameter, users in owners.items():
         if parameter.numel() == 0:
             continue
@@ -85,7 +85,7 @@ def partition(model: nn.Module) -> list[Group]:
         key = f"{names[parameter]} (shared)" if shared else users[0][0]
         if key not in groups:
             modules = list(dict.fromkeys(module for _, module, _ in users))
-            groups[key] = Group(key, modules, lasting=shared, listed=users[0][2])
+            groups[key] = UnitModules(key, modules, lasting=shared, listed=users[0][2])
         groups[key].named[names[parameter]] = parameter
     announcers = {module for group in groups.values() for module in group.modules}
     for group in groups.values():
@@ -99,7 +99,7 @@ def partition(model: nn.Module) -> list[Group]:
     return list(groups.values())
 
 
-def merged(groups: Sequence[Group], parts: Iterable[Sequence[int]]) -> Iterator[Group]:
+def merged(groups: Sequence[UnitModules], parts: Iterable[Sequence[int]]) -> Iterator[UnitModules]:
     """A group for each of `parts`, which are indices of neighbours, see [Note: Fused units]."""
     for part in parts:
         first, *others = (groups[index] for index in part)
@@ -204,7 +204,7 @@ class FlatUnit:
         self,
         index: int,
         spec: Unit,
-        group: Group,
+        group: UnitModules,
         stand_ins: dict[str, torch.Tensor],
         binding_of: Callable[[nn.Parameter], Binding],
     ):

@@ -27,7 +27,7 @@ Given = tuple[ParameterKey, Mapping[str, torch.Tensor], int]
 """A parameter, the slots of a state of it as `States.read` gives them, and its steps."""
 
 
-Part = tuple[Piece, Mapping[str, torch.Tensor]]
+StatePart = tuple[Piece, Mapping[str, torch.Tensor]]
 """A piece of a parameter, and the slots of its state, 1-D; a slot that is lacking becomes zero."""
 
 
@@ -90,7 +90,7 @@ class States:
     def write(self, given: Sequence[Given]) -> None:
         """Replace states that `check_state` let pass, each chunk once."""
         self._chunks.forget()
-        parts: dict[Value, list[Part]] = {}
+        parts: dict[Value, list[StatePart]] = {}
         for one in given:
             (unit, parameter), state, _ = one
             for piece in self._pieces(unit, parameter):
@@ -110,7 +110,7 @@ class States:
         if "momentum_buffer" in slots:
             self.buffers.add(owner)
 
-    def write_chunk(self, value: Value, parts: Sequence[Part], pieces: int) -> None:
+    def write_chunk(self, value: Value, parts: Sequence[StatePart], pieces: int) -> None:
         """Put parts in their places of a chunk of so many `pieces`, read where some of it stays."""
         chunk = self._plan.profile.units[value.unit].chunks[value.chunk]
         if len(parts) == pieces and self._plan.home("state", value.unit).tier == "nvme":

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from offload.model.parameter import find, swapped
-from offload.planning.profile import Part
+from offload.planning.profile import TensorPart
 from offload.runtime.torch_internals import wrapper
 
 _A: Any = torch.ops.aten
@@ -62,7 +62,7 @@ class FlatShard(torch.Tensor):
     _first: int
     _name: str
     _norms: Callable[[Sequence[torch.Tensor], float], torch.Tensor]
-    _part: Part | None
+    _part: TensorPart | None
     is_copy = False
     """Whether edits of it would be lost, and so are refused."""
 
@@ -74,7 +74,7 @@ class FlatShard(torch.Tensor):
         first: int,
         name: str,
         norms: Callable[[Sequence[torch.Tensor], float], torch.Tensor],
-        part: Part | None = None,
+        part: TensorPart | None = None,
     ) -> FlatShard:
         """The elements from `first` on, `local`, of a tensor of `shape`, which may be a `part`.
 

@@ -28,7 +28,7 @@ from cpu_adam import accumulate
 from offload.model.engine import Engine
 from offload.model.gradients import Gradients
 from offload.parallel.collectives import Collectives
-from offload.parallel.group import Group, Works
+from offload.parallel.group import Group, Handles
 from offload.planning.layout import Place
 from offload.program.compile import arrival, bring_sum, collected, exchange, fold
 from offload.program.ops import Op, Use, Value, Verb
@@ -145,7 +145,7 @@ class SummedGradients(Gradients):
             for segment in self._segments(source):
                 segment.mul_(self._factor)
 
-    def _send(self, unit: int, source: Use) -> Works:
+    def _send(self, unit: int, source: Use) -> Handles:
         if self._stored[unit]:
             self._start(bring_sum, unit)
         pairs = zip(self._segments(self._came(unit)), self._segments(source))

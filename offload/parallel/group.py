@@ -54,7 +54,7 @@ LATE_S = 1800.0
 _numbers: dict[Any, int] = {}
 """How many models the ranks of a group have attached."""
 
-Works: TypeAlias = list[Any]
+Handles: TypeAlias = list[Any]
 """What torch.distributed gives for collectives that have begun."""
 
 
@@ -102,7 +102,7 @@ class Group:
         self._over: EngineError | None = None
         """What has ended all exchange with the others."""
         self.checksum, self._told = 0, False
-        self._queued = Works()
+        self._queued = Handles()
         """The last that a stream of the device waits for."""
         if not ranks:
             self._meet(self._group)
@@ -203,20 +203,20 @@ class Group:
         part: torch.Tensor,
         column: torch.Tensor | None = None,
         in_column: bool = False,
-    ) -> Works:
+    ) -> Handles:
         """Begin to gather a part from each rank, in the order of their positions. Over two levels
         what a column has stays in `column`, or is there from before."""
         return self._gather(into, part, self._group)
 
-    def exchange(self, into: torch.Tensor, source: torch.Tensor) -> Works:
+    def exchange(self, into: torch.Tensor, source: torch.Tensor) -> Handles:
         """Begin to send each rank its part of a gradient, `source`; `folds` parts come in order."""
         return self._exchange(into, source, self._group)
 
-    def _gather(self, into: torch.Tensor, part: torch.Tensor, on: Any) -> Works:
+    def _gather(self, into: torch.Tensor, part: torch.Tensor, on: Any) -> Handles:
         self.sent_bytes += into.nbytes - part.nbytes
         return self._begun(self._gather_parts, into, part, on)
 
-    def _exchange(self, into: torch.Tensor, source: torch.Tensor, on: Any) -> Works:
+    def _exchange(self, into: torch.Tensor, source: torch.Tensor, on: Any) -> Handles:
         self.sent_bytes += source.nbytes - source.nbytes // dist.get_world_size(on)
         pair = into.view(torch.uint8), source.view(torch.uint8)
         return self._begun(dist.all_to_all_single, *pair, on)
@@ -271,7 +271,7 @@ class Group:
             for leaf, nodes in parts.items():
                 clip.put(leaf, nodes)
 
-    def _begun(self, collective: Any, into: torch.Tensor, source: torch.Tensor, on: Any) -> Works:
+    def _begun(self, collective: Any, into: torch.Tensor, source: torch.Tensor, on: Any) -> Handles:
         if self._over is not None:
             raise EngineError(f"no more is asked of the other ranks: {self._over}") from self._over
         with self._failing(), torch.no_grad():
@@ -280,7 +280,7 @@ class Group:
 
     # -- waits and failures ----------------------------------------------------------------------
 
-    def wait(self, works: Works, *, on_host: bool = False) -> None:
+    def wait(self, works: Handles, *, on_host: bool = False) -> None:
         """Block until works are over; on a device the stream does, but for those `on_host`."""
         if (on_host or self._device.is_host) and not all(one.is_completed() for one in works):
             done, since = threading.Event(), time.monotonic()
@@ -425,7 +425,7 @@ def require_different(places: Sequence[tuple[str, str]]) -> None:
 
 def _gather_by_broadcast(
     into: torch.Tensor, part: torch.Tensor, group: Any, async_op: Literal[True]
-) -> Works:
+) -> Handles:
     """What `_all_gather` does. Over gloo it makes a copy of all that it gathers and takes more than
     twice as long (docs/decisions.md)."""
     parts = into.chunk(dist.get_world_size(group))

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from cpu_adam import accumulate
-from offload.parallel.group import Group, Works, own_group
+from offload.parallel.group import Group, Handles, own_group
 from offload.runtime.device import Device
 
 
@@ -57,14 +57,14 @@ class TwoLevelGroup(Group):
         part: torch.Tensor,
         column: torch.Tensor | None = None,
         in_column: bool = False,
-    ) -> Works:
+    ) -> Handles:
         """Begin to gather a part from each rank, see `Group`."""
         mine = into.chunk(self._shards)[self._shard] if column is None else column
         if not in_column:
             self.wait(self._gather(mine, part, self._column))
         return self._gather(into, mine, self._row)
 
-    def exchange(self, into: torch.Tensor, source: torch.Tensor) -> Works:
+    def exchange(self, into: torch.Tensor, source: torch.Tensor) -> Handles:
         """Begin to send each rank its part of a gradient, summed over rows; `source` is lost."""
         self.wait(self._exchange(into, source, self._row))
         first, *others = into.chunk(self._shards)

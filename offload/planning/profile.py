@@ -67,7 +67,7 @@ def round_up(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
 
 
-class Part(NamedTuple):
+class TensorPart(NamedTuple):
     """What a parameter is of a tensor that lies on several ranks (a DTensor)."""
 
     number: int
@@ -87,7 +87,7 @@ class Parameter:
     shape: tuple[int, ...]
     dtype: str
     trainable: bool
-    part: Part | None = None
+    part: TensorPart | None = None
     """None of a tensor that is here as a whole."""
     segment: int = 0
     """Index of its segment in the unit; this and `start` are given by `lay_out_unit`."""

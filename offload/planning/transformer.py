@@ -32,7 +32,7 @@ VOCABULARY = 51200
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class UnitWork:
     """A unit, and what a token does in it."""
 
     name: str
@@ -54,7 +54,7 @@ class Transformer:
     layers: int
     hidden: int
     vocabulary: int
-    units: Sequence[Work]
+    units: Sequence[UnitWork]
     recompute: bool = True
     """Whether blocks run once more in backward."""
     parts: int = 1
@@ -109,16 +109,16 @@ def gpt(text: str, *, parts: int = 1, recompute: bool = True, trains: bool = Tru
     def flat(name: str, sizes: Sequence[int]) -> list[Parameter]:
         return [Parameter(f"{name}.{i}", (n,), "bfloat16", trains) for i, n in enumerate(sizes)]
 
-    shares, block = {"qkv": 3, "out": 1, "up": 4, "down": 4}, list[Work]()
+    shares, block = {"qkv": 3, "out": 1, "up": 4, "down": 4}, list[UnitWork]()
     for inside in zip(*[iter(shares)] * (len(shares) // parts)):
         sizes, first = [shares[name] * hidden**2 for name in inside], inside[0] == "qkv"
         used = sum(sizes)
         sizes[1:1] = [13 * hidden] * first  # Biases and norms.
-        block.append(Work(inside[0], flat(inside[0], sizes), used, attends=float(first)))
+        block.append(UnitWork(inside[0], flat(inside[0], sizes), used, attends=float(first)))
     size = VOCABULARY * hidden
     units = [
-        Work("embedding", flat("embedding", [size]), 0.0, block=False, backward=False),
+        UnitWork("embedding", flat("embedding", [size]), 0.0, block=False, backward=False),
         *(replace(one, name=f"{one.name}.{layer}") for layer in range(layers) for one in block),
-        Work("head", flat("head", [size]), size, block=False),
+        UnitWork("head", flat("head", [size]), size, block=False),
     ]
     return Transformer(layers, hidden, VOCABULARY, units, recompute, parts)

@@ -52,16 +52,16 @@ FLYING_BYTES_MAX = 64 << 20
 """The lane of the drives begins tasks as long as those under way are of fewer bytes: that keeps a
 drive busy, and what is urgent waits for no more. See docs/decisions.md."""
 
-Key = tuple[int, int]
+Urgency = tuple[int, int]
 """Urgency: (number of the pass, position in it); smaller goes first."""
 
-AT_ONCE: Key = (-1, 0)
+AT_ONCE: Urgency = (-1, 0)
 
 
 class Task:
     """One op in one step."""
 
-    def __init__(self, op: Op, key: Key, serial: int):
+    def __init__(self, op: Op, key: Urgency, serial: int):
         self.op, self.key, self.serial = op, key, serial
         self.of_user = op.verb in OF_USER
         """Whether it is the user's own compute."""
@@ -141,7 +141,7 @@ class Schedule:
 
     def __init__(self, slots: int = 1) -> None:
         self._free_slots = slots
-        self._queues = defaultdict[tuple[Lane, bool], list[tuple[Key, int, Task]]](list)
+        self._queues = defaultdict[tuple[Lane, bool], list[tuple[Urgency, int, Task]]](list)
         """Heaps, by the lane and whether they take slots; a task may be in one twice, with the
         urgency that it had and the one lent."""
 
@@ -200,7 +200,7 @@ class Schedule:
             queue = self._queues[task.op.lane, task.takes_slot]
             heapq.heappush(queue, (AT_ONCE if task.at_once else task.key, task.serial, task))
 
-    def _hurry(self, task: Task, key: Key) -> None:
+    def _hurry(self, task: Task, key: Urgency) -> None:
         """Let `task` and all that it waits for be at least as urgent as `key`."""
         found = [task]
         while found:
