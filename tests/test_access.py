@@ -178,6 +178,9 @@ def test_state_dict_and_safetensors(run: Run, tmp_path: Path) -> None:
     safetensors.torch.save_file(wanted, tmp_path / "c.safetensors")
     safetensors.torch.load_model(run.model, str(tmp_path / "c.safetensors"))
     del state
+    block(run).up.renamed = block(run).up._parameters.pop("weight")  # As pruning ends.
+    renamed = {name.replace("2.up.weight", "2.up.renamed") for name in wanted}
+    assert run.model.state_dict().keys() == renamed
     assert all(same_bits(value, wanted[name]) for name, value in values(run).items())
 
 
@@ -208,6 +211,7 @@ def _iadd(p: Any) -> None:
 
 EDITS: dict[str, Callable[[Any], Any]] = {
     "data =": _data,
+    "set_": lambda p: p.set_(torch.full(p.shape, 0.5, dtype=p.dtype)),
     "data.mul_": lambda p: p.data.mul_(0).add_(0.5),
     "mul_": lambda p: p.mul_(0).add_(0.5),
     "init": lambda p: nn.init.constant_(p, 0.5),

@@ -135,6 +135,10 @@ def test_what_a_gradient_would_be_lost_with_is_not_attached(placement: Any, tmp_
     ):
         offload.attach(model, adamw(model), config(placement, tmp_path))
     model.head.weight.grad = None
+    kept, model.embed.weight.data = model.embed.weight.data, model.embed.weight.data[1:]
+    with pytest.raises(ValueError, match=r"embed\.weight has a gradient from before"):
+        offload.attach(model, adamw(model), config(placement, tmp_path))
+    model.embed.weight.data = kept
     _, optimizer = offload.attach(model, adamw(model), config(placement, tmp_path))
     with optimizer.engine:
         optimizer.step()

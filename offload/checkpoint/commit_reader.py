@@ -200,15 +200,9 @@ class PartReader:
             for one in self._extents(following[kind]) if following[kind] else ():
                 os.posix_fadvise(self._fds[one.drive], one.offset, one.stop - one.start, will_need)
         for extent in self._extents(chunks[chunk][kind]):
-            at = extent.start
-            while at < extent.stop:
-                part = whole[at : extent.stop]
-                count = os.preadv(
-                    self._fds[extent.drive], [part], extent.offset + at - extent.start
-                )
-                if not count:
-                    raise OSError(errno.EIO, "the file is cut short", self._paths[extent.drive])
-                at += count
+            part = whole[extent.start : extent.stop]
+            if os.preadv(self._fds[extent.drive], [part], extent.offset) < len(part):
+                raise OSError(errno.EIO, "the file is cut short", self._paths[extent.drive])
         if (found := crc32c(content.numpy(), 0)) != crc:
             raise OSError(
                 errno.EIO,

@@ -51,7 +51,8 @@ def check_model(
                 raise ValueError(
                     f"the optimizer's group {number} holds a parameter of shape "
                     f"{tuple(parameter.shape)} that is not in the model: build the optimizer from "
-                    "model.parameters()"
+                    "model.parameters(); attach a module that holds both, such as "
+                    "nn.ModuleList([model, loss]); or give it an optimizer of its own"
                 )
     _check_sharing(model)
 
@@ -72,6 +73,8 @@ def _fault_of(parameter: nn.Parameter, *, trains: bool) -> str | None:
             "(channels_last, transposed, part of another): call "
             "model.to(memory_format=torch.contiguous_format), or give it a contiguous() copy"
         )
+    if parameter.grad is not None and parameter.grad.shape != parameter.shape:
+        return "has a gradient from before it was resized: call model.zero_grad() before attach"
     if parameter.grad is not None and not (trains and parameter.requires_grad):
         found = "it is frozen" if trains else "the model is attached without an optimizer"
         return (

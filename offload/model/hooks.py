@@ -109,7 +109,8 @@ class Hooks:
             self._copies = {}
         for name, place in own.items():
             written = state_dict.get(prefix + name)
-            if not isinstance(written, nn.Parameter):  # Else it was asked to keep them.
+            # Else it was asked to keep them, or has no such name (pruned since).
+            if written is not None and not isinstance(written, nn.Parameter):
                 found = self._copies.get(place, lambda: None)()
                 if found is None:
                     found = self._engine.saved(*place)
@@ -273,7 +274,8 @@ def _collect(
     if not trains:
         raise RuntimeError(
             "backward() on a model attached without an optimizer: its gradients have no home; "
-            "attach it with its optimizer, or run it under torch.no_grad()"
+            "attach it with its optimizer, run it under torch.no_grad(), or, for gradients of its "
+            "inputs alone, freeze it: model.requires_grad_(False)"
         )
     if torch.is_grad_enabled():
         _refuse_create_graph()

@@ -82,6 +82,11 @@ class OffloadedParameter(AttachedParameter):
 
     __torch_function__: Any = classmethod(trap)
 
+    def set_(self, source: Any) -> OffloadedParameter:  # type: ignore[override]
+        """Take other values, as a parametrization does that is assigned to. Torch asks no trap."""
+        self._offload_access.set_data(source)
+        return self
+
     @classmethod
     @uncompiled
     def _answer(cls, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:

@@ -141,6 +141,19 @@ class Optimizer(torch.optim.Optimizer):
             found = {name: self.engine.shown(name, *place, value) for name, value in read.items()}
             return {"step": torch.tensor(float(steps)), **found}
 
+    def look(self, parameter: nn.Parameter) -> Mapping[str, Any]:
+        """What `state` has of a parameter: copies, edits of which torch refuses."""
+        with torch.inference_mode():
+            return _Copies(self.state_of(parameter))
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch has it, of tensors that take edits: they are the caller's own."""
+        self.look = self.state_of  # type: ignore[method-assign]
+        try:
+            return super().state_dict()
+        finally:
+            del self.look
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters that the model had when it was attached.
 
@@ -156,7 +169,7 @@ class Optimizer(torch.optim.Optimizer):
                 self.param_groups.pop()
                 raise ValueError(
                     f"a parameter of shape {tuple(parameter.shape)} was added to the optimizer but "
-                    "was not in the model when it was attached: attach the whole model again"
+                    "was not in the model when it was attached: give it an optimizer of its own"
                 )
 
     @entry
@@ -338,6 +351,21 @@ class Optimizer(torch.optim.Optimizer):
         self.states.write(given)
 
 
+class _Copies(dict[str, Any]):
+    """A state as it is now, which no edits go to."""
+
+    def _refuse(self, *_: object, **__: object) -> Any:
+        raise RuntimeError(
+            "optimizer.state[p] of an offloaded parameter is a copy, and was to be changed: assign "
+            "all of it, as optimizer.state[p] = {**optimizer.state[p], 'exp_avg': value}"
+        )
+
+    __setitem__ = __delitem__ = update = setdefault = pop = popitem = clear = _refuse
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
+
+
 class StateView(MutableMapping[nn.Parameter, Mapping[str, Any]]):
     """What torch code reads as `optimizer.state`: copies, read from the records when asked."""
 
@@ -345,7 +373,7 @@ class StateView(MutableMapping[nn.Parameter, Mapping[str, Any]]):
         self._optimizer = optimizer
 
     def __getitem__(self, parameter: nn.Parameter) -> Mapping[str, Any]:
-        return self._optimizer.state_of(parameter)
+        return self._optimizer.look(parameter)
 
     def __iter__(self) -> Iterator[nn.Parameter]:
         return iter(self._optimizer.stepped())

@@ -148,8 +148,4 @@ class Hook(functools.partial[Any]):
     """A hook of which copies and pickles of the module, which are attached to nothing, do none."""
 
     def __reduce__(self) -> Any:
-        return (Hook, (_nothing,))
-
-
-def _nothing(*_: object, **__: object) -> None:
-    """What a hook does in a copy."""
+        return getattr, (nullcontext(), "__exit__")  # Read without this package, too.
