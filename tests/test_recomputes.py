@@ -55,6 +55,24 @@ def of_blocks(kind: type[nn.Module], net: type[Net], **options: Any) -> nn.Modul
     return made
 
 
+class Looked(Net):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block((x @ block.layers[0].weight).tanh())
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+
+def freezing(run: Run, number: int) -> None:
+    plain(run, number)
+    for block in run.model.blocks:
+        block.gain.requires_grad_(False)
+
+
+def test_what_is_frozen_and_recomputed_at_rest_keeps_its_values(tmp_path: Path) -> None:
+    as_in_plain_torch(freezing, CPU, tmp_path, **fp32(build=partial(of_blocks, Gained, Looked)))
+
+
 class Aside(Gained):
     """Leaves what it has made in an attribute, so that no hook is told of its backward."""
 

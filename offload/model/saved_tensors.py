@@ -148,6 +148,8 @@ class SavingGuard:
             packed = _pack_apart(self, tensor)
         if packed is not None:
             return packed
+        if self._locate is None and not tensor.requires_grad:  # It would keep what rests again.
+            tensor = torch.Tensor.detach(tensor)
         # The hooks around these may recompute it, and use the weights for that.
         return (self._outer[0](tensor), *(unit.saver() for unit in self._units))
 
