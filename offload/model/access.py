@@ -14,7 +14,7 @@ from offload.model.engine import Engine
 from offload.model.parameter import OffloadedParameter
 from offload.model.passes import refuse_inside
 from offload.model.running import in_backward
-from offload.model.saved_tensors import SavedWeight, SavingGuard, in_checkpoint
+from offload.model.saved_tensors import SavedWeight, SavingGuard
 from offload.model.snapshots import Key
 from offload.model.units import FlatUnit
 from offload.planning.profile import Parameter
@@ -61,8 +61,7 @@ class ParameterAccess:
                 stack.enter_context(one._lent())
             if torch.is_grad_enabled():
                 units = [one._flat for one in touched]
-                locate = None if in_checkpoint() else partial(_saved_of, touched)
-                guard = SavingGuard(locate, units, in_backward())
+                guard = SavingGuard(partial(_saved_of, touched), units, in_backward())
                 stack.callback(guard.close)
             with interruptible(), no_trap():
                 return function(*args, **kwargs)

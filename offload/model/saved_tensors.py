@@ -101,12 +101,6 @@ class SavedTensor(NamedTuple):
         return self.alias
 
 
-def in_checkpoint() -> bool:
-    """Whether a checkpoint (not reentrant) has what is saved, now or in its recompute."""
-    pack = (saving_hooks() or (None,))[0]
-    return getattr(pack, "__module__", "") == "torch.utils.checkpoint"
-
-
 class SavingGuard:
     """The pair of saved-tensor hooks around a unit's forward, see [Note: Saved weights]."""
 
@@ -114,14 +108,12 @@ class SavingGuard:
 
     def __init__(
         self,
-        locate: Callable[[torch.Tensor], SavedWeight | None] | None,
+        locate: Callable[[torch.Tensor], SavedWeight | None],
         units: Sequence[Any],
         in_backward: bool,
     ):
         """Guard what is saved from here to `close`, while `units`, of `units.FlatUnit`, are used;
-        `locate` tells what stands for a tensor that lies in a unit's weights. Without it the hooks
-        around these keep weights, too: a checkpoint's, which counts what is saved, as many whether
-        a recompute finds the weights in use or at rest."""
+        `locate` tells what stands for a tensor that lies in a unit's weights."""
         self._locate = locate
         self._units = units
         self._in_backward = in_backward
@@ -147,17 +139,26 @@ class SavingGuard:
         else:
             packed = _pack_apart(self, tensor)
         if packed is not None:
+            self._count(tensor)
             return packed
-        if self._locate is None and not tensor.requires_grad:  # It would keep what rests again.
-            tensor = torch.Tensor.detach(tensor)
         # The hooks around these may recompute it, and use the weights for that.
         return (self._outer[0](tensor), *(unit.saver() for unit in self._units))
+
+    def _count(self, tensor: torch.Tensor) -> None:
+        """Let a checkpoint count a weight, of which it keeps nothing: its recompute ends at the
+        same place, and saves as much, whether it finds the weights in use or at rest."""
+        pack = (self._outer or (None,))[0]
+        if isinstance(guard := getattr(pack, "__self__", None), SavingGuard):
+            guard._count(tensor)
+        elif getattr(pack, "__module__", "") == "torch.utils.checkpoint":
+            with no_trap():
+                pack(torch.Tensor.detach(tensor))
 
     def _packed(self, tensor: torch.Tensor) -> SavedWeight | SavedTensor | None:
         """What stands for `tensor`; None where the hooks around these are to keep it."""
         tensor = tensor.resolve_neg().resolve_conj()  # A copy where it is lazily either.
         local = local_part(tensor)
-        saved = self._locate and self._locate(local)
+        saved = self._locate(local)
         if saved is not None and local is not tensor:
             return saved._replace(like=with_local_part(type(tensor), tensor, local.new_empty(())))
         if saved is None and self._outer is None:
@@ -186,7 +187,7 @@ class SavingGuard:
 @entry
 def _pack_apart(guard: SavingGuard, tensor: torch.Tensor) -> SavedWeight | SavedTensor | None:
     with no_trap():
-        if isinstance(tensor, OffloadedParameter) and guard._locate is not None:
+        if isinstance(tensor, OffloadedParameter):
             return tensor._offload_access.saved()  # type: ignore[no-any-return]
         return guard._packed(tensor)
 
