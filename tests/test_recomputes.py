@@ -73,6 +73,25 @@ def test_what_is_frozen_and_recomputed_at_rest_keeps_its_values(tmp_path: Path) 
     as_in_plain_torch(freezing, CPU, tmp_path, **fp32(build=partial(of_blocks, Gained, Looked)))
 
 
+class Counting(Gained):
+    """Keeps an average, behind which the last thing to be saved is a frozen weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(32))
+        self.layers[1].requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](x) * self.gain
+        self.average.mul_(0.5).add_(x.detach().mean((0, 1)))  # type: ignore[operator]
+        return self.layers[1](x + self.average)  # type: ignore[no-any-return]
+
+
+def test_a_recompute_ends_where_that_of_plain_torch_does(tmp_path: Path) -> None:
+    made = partial(of_blocks, Counting, Net, checkpointed=True)
+    as_in_plain_torch(plain, CPU, tmp_path, **fp32(build=made))
+
+
 class Aside(Gained):
     """Leaves what it has made in an attribute, so that no hook is told of its backward."""
 
