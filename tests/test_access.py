@@ -265,6 +265,7 @@ REFUSED: dict[str, Callable[[Any, nn.Module], Any]] = {
     "resize_": lambda p, model: p.resize_(2, 2),
     "half()": lambda p, model: model.half(),
     "double()": lambda p, model: model.double(),
+    "swapped": lambda p, _: torch.utils.swap_tensors(p, nn.Parameter(p.detach().clone())),
     "gradient's shape": lambda p, model: setattr(p, "grad", torch.zeros(3)),
 }
 

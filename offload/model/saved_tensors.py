@@ -147,7 +147,7 @@ class SavingGuard:
     def _count(self, tensor: torch.Tensor) -> None:
         """Let a checkpoint count a weight, of which it keeps nothing: its recompute ends at the
         same place, and saves as much, whether it finds the weights in use or at rest."""
-        pack = (self._outer or (None,))[0]
+        pack: Any = (self._outer or (None,))[0]
         if isinstance(guard := getattr(pack, "__self__", None), SavingGuard):
             guard._count(tensor)
         elif getattr(pack, "__module__", "") == "torch.utils.checkpoint":

@@ -255,6 +255,8 @@ class FlatUnit:
             id(one): [at[id(p)] for p in one.parameters() if id(p) in at]
             for one in (owners if self.fused else ())
         }
+        self._refs = [*map(weakref.ref, self.parameters)]
+        """Torch lets no others take the place of objects that have some."""
         self._saver: Callable[[], Saver | None] = lambda: None
 
     # -- in use and at rest ----------------------------------------------------------------------
