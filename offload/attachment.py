@@ -280,8 +280,9 @@ def _same_parameters(model: nn.Module) -> Callable[[], None]:
         model = ref()
         if model is not None and list(map(id, model.parameters())) != known:
             new = [name for name, one in model.named_parameters() if id(one) not in set(known)]
+            told = ", ".join(new[:3]) or "fewer, or in another order"
             raise RuntimeError(
-                f"the model has other parameters than at attach ({', '.join(new[:3]) or 'fewer'}): "
+                f"the model has other parameters than at attach ({told}): "
                 "embeddings, adapters or shards were changed, likely. Do that before attach, or "
                 "offload.detach(model), change it, build the optimizer anew and attach again"
             )
