@@ -7,7 +7,7 @@ import random
 import pytest
 
 from offload.program.ops import Lane, Op, Value, Verb
-from offload.program.schedule import Key, Schedule, State, Task
+from offload.program.schedule import Schedule, State, Task, Urgency
 from tests.submitting import cancel
 from tests.training import some_fast
 
@@ -25,7 +25,7 @@ class Run:
 
     def add(
         self,
-        key: Key,
+        key: Urgency,
         *waits: Task,
         lane: Lane = Lane.CPU,
         of_user: bool = False,
