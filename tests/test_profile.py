@@ -115,16 +115,15 @@ def test_alignment_and_order(one: Unit) -> None:
 @cheap(100)
 def test_chunks_cut_the_trainable_segments(one: Unit) -> None:
     weights = gradients = 0
-    for chunk in one.chunks:
+    for chunk, weight in zip(one.chunks, one.weight_chunks):
         segment = one.segments[chunk.segment]
         assert segment.trainable
         assert 0 < chunk.elements <= CHUNK_ELEMENTS
-        assert chunk.weight_offset == weights
+        assert weight == (weights, chunk.elements * ITEM_BYTES[segment.dtype])
         assert chunk.gradient_offset == gradients
-        assert chunk.weight_bytes == chunk.elements * ITEM_BYTES[segment.dtype]
         assert chunk.gradient_bytes == chunk.elements * ITEM_BYTES[segment.gradient_dtype]
-        assert chunk.weight_bytes % BLOCK_BYTES == chunk.gradient_bytes % BLOCK_BYTES == 0
-        weights += chunk.weight_bytes
+        assert weight[1] % BLOCK_BYTES == chunk.gradient_bytes % BLOCK_BYTES == 0
+        weights += weight[1]
         gradients += chunk.gradient_bytes
     assert gradients == one.gradient_bytes
     assert one.trainable == bool(gradients)

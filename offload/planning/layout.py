@@ -430,7 +430,7 @@ class Sizes:
             lambda dtype, count: round_up(states.format(dtype).record_bytes(count), BLOCK_BYTES)
         )
         updated: dict[Kind, list[list[int]]] = {
-            "weight": [[c.weight_bytes for c in u.chunks] for u in units],
+            "weight": [[n for _, n in u.weight_chunks[: len(u.chunks)]] for u in units],
             "gradient": [[c.gradient_bytes for c in u.chunks] for u in units],
             "state": [
                 [record(u.segments[c.segment].dtype, c.elements) for c in u.chunks] for u in units

@@ -164,8 +164,6 @@ class Chunk:
     start: int
     """First element in the segment's numbering."""
     elements: int
-    weight_offset: int
-    weight_bytes: int
     gradient_offset: int
     gradient_bytes: int
 
@@ -202,8 +200,6 @@ class Unit:
                 segment=at,
                 start=start,
                 elements=count,
-                weight_offset=one.weight_offset + start * ITEM_BYTES[one.dtype],
-                weight_bytes=count * ITEM_BYTES[one.dtype],
                 gradient_offset=one.gradient_offset + start * ITEM_BYTES[one.gradient_dtype],
                 gradient_bytes=count * ITEM_BYTES[one.gradient_dtype],
             )
