@@ -153,7 +153,7 @@ def _names(model: Any) -> dict[str, str]:
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """What a state dict of the model has, each under all of its names."""
     yield from model.named_parameters(remove_duplicate=False)
-    yield from buffers_in(buffer_dicts(model, once=False), once=False)
+    yield from buffers_in(buffer_dicts(model), once=False)
 
 
 def _adapters(

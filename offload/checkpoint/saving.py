@@ -252,10 +252,9 @@ def buffers_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     return buffers_in(buffer_dicts(model))
 
 
-def buffer_dicts(model: nn.Module, once: bool = True) -> BufferDicts:
-    """Where the modules of a model keep their buffers; it keeps no module alive. Each module comes
-    `once`, or under all names."""
-    modules = model.named_modules(remove_duplicate=once)
+def buffer_dicts(model: nn.Module) -> BufferDicts:
+    """Where the modules of a model keep their buffers, under all names; it keeps none alive."""
+    modules = model.named_modules(remove_duplicate=False)
     return [(path, one._buffers, one._non_persistent_buffers_set) for path, one in modules]
 
 
