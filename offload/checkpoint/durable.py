@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 from typing import Any
 
@@ -97,7 +97,6 @@ class Commits:
         """Those of residents' weights that were written last."""
         self._alone = True
         """Whether a thread may write what the user may edit."""
-        atexit.register(_call, weakref.WeakMethod(self._at_exit))
         self._thread: threading.Thread | None = None
         self._ended, self._seconds = time.monotonic(), 0.0
         self._restored: tuple[Mapping[str, Any], bool] | None = None
@@ -145,6 +144,7 @@ class Commits:
             if (module := ref()) is not None
         ]
         """Of modules that no hook of the engine announces."""
+        atexit.register(self._at_exit)
         self._dropped = weakref.finalize(model, self._let_go)
         self._dropped.atexit = False
 
@@ -317,6 +317,7 @@ class Commits:
     def close(self) -> None:
         """Wait for the thread, whatever it has met, and leave the model."""
         self._dropped.detach()
+        atexit.unregister(self._at_exit)
         if self._thread is not None:
             self._thread.join()
         for handle in self._handles:
@@ -382,8 +383,3 @@ class Commits:
                     away, content = content, host_tensor(size)
                     content.copy_(away)
             self._store.write(value, content, step)
-
-
-def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
-    if (found := method()) is not None:
-        found()
