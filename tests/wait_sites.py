@@ -55,7 +55,7 @@ WAITS = (
     Wait(
         "schedule: a task for others",
         "runtime/src/schedule.cpp",
-        "task->missing > 0 || task->state",
+        "!task->waits.empty() || task->state",
         "task->state",
     ),
     Wait(

@@ -27,7 +27,6 @@ void Runner::queue(const TaskPtr& task, const std::vector<TaskPtr>& waits) {
 void Runner::link(Task* other, Task* task) {
     other->followers.push_back(task);
     task->waits.push_back(other);
-    task->missing++;
 }
 
 void Runner::done(Task* task) {
@@ -57,14 +56,13 @@ void Runner::release(Task* task) {
     task->waits.clear();
     for (Task* follower : std::exchange(task->followers, {})) {
         std::erase(follower->waits, task);
-        follower->missing--;
         try_ready(follower, task);
     }
     alive_.erase(task);
 }
 
 void Runner::try_ready(Task* task, Task* last) {
-    if (task->missing > 0 || task->state != State::WAITING) return;
+    if (!task->waits.empty() || task->state != State::WAITING) return;
     task->state = State::READY;
     task->ready_at = now();
     if (last != nullptr && (!last->of_user || last->ended_at > 0)) {

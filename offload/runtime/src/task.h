@@ -38,7 +38,6 @@ struct Task : std::enable_shared_from_this<Task> {
 
     int64_t serial = 0;
     std::atomic<State> state = State::WAITING;
-    int missing = 0;
     std::vector<Task*> followers, waits;  // as long as they are not over
     bool awaited = false;                 // somebody is blocked until it is ready or over
     double ready_at = 0, began_at = 0;
