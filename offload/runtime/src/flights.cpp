@@ -50,9 +50,7 @@ void Runner::next_stage(const TaskPtr& stream, size_t link, size_t stage, int sl
     task->link = link;
     task->stage = stage;
     task->slot = slot;
-    task->serial = ++serial_;
-    alive_.emplace(task.get(), task);
-    try_ready(task.get(), nullptr);
+    queue(task, {});
 }
 
 void Runner::take_off(Turn& turn, Lane& lane, Task* task, const aio::ChunkTransfer& transfer) {
