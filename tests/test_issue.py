@@ -114,7 +114,8 @@ def phase_of(program: Program, name: str, held: dict[Place, int]) -> list[Op]:
     ops = program.phases[base].ops
     if base in ("forward", "backward_first", "backward_next"):
         order = plan.profile.forward if base == "forward" else plan.profile.backward
-        ops = compute_phase(plan, base, order, held).ops
+        ops = (phase := compute_phase(plan, base, order, held)).ops
+        held |= phase.exit
     if base.startswith("backward"):  # The last: no loop of several clips.
         ops = tuple(with_squares(plan, ops, again=base == "backward_next"))
     if base == "norm":

@@ -15,7 +15,7 @@ where it depends on the data, each unit has a phase of its own.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from offload.model.running import in_backward
@@ -47,7 +47,7 @@ class _Compiled(NamedTuple):
     phase: Any
     ends: list[int]
     """How many ops there are up to the compute of each unit."""
-    in_slots: dict[Place, int]
+    in_slots: Mapping[Place, int]
     """What the slots hold at the end."""
 
 
@@ -234,7 +234,7 @@ class Passes:
             verify_pass(self._plan, phase)
             works = self._runner.works
             written = self._runner.written([(op, works.of(op)) for op in phase.ops])
-            return _Compiled(written, ends, in_slots)
+            return _Compiled(written, ends, phase.exit)
 
         found: _Compiled = self._runner.keep(key, made)
         return found

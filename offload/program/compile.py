@@ -10,7 +10,7 @@ gradient when autograd has made it, an update when its gradient is whole. By the
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from offload.planning.layout import STAGES, Place, Plan, route, site
@@ -35,7 +35,7 @@ def compile_program(plan: Plan) -> Program:
     profile = plan.profile
     forward = compute_phase(plan, "forward", profile.forward, {})
     backward = [
-        compute_phase(plan, name, profile.backward, dict(forward.exit))
+        compute_phase(plan, name, profile.backward, forward.exit)
         for name in ("backward_first", "backward_next")
     ]
     squares = [square(plan, unit) for unit, _ in update_order(plan)] if plan.clips else []
@@ -45,20 +45,19 @@ def compile_program(plan: Plan) -> Program:
     return Program(plan, {phase.name: phase for phase in (forward, *backward, *late)})
 
 
-def compute_phase(plan: Plan, name: str, order: Sequence[int], in_slots: dict[Place, int]) -> Phase:
-    """Forward or backward of the units in `order`; updates `in_slots`, the unit in each slot."""
+def compute_phase(plan: Plan, name: str, order: Sequence[int], entry: Mapping[Place, int]) -> Phase:
+    """Forward or backward of the units in `order`; `entry` is the unit in each slot before it."""
     verb = Verb.FORWARD if name == "forward" else Verb.BACKWARD
-    entry: dict[Place, int] = {}
     ops: list[Op] = []
     came: set[int] = set()
-    units, held = plan.profile.units, dict(in_slots)
+    units, in_slots = plan.profile.units, dict(entry)
     steps = list(order)
     if verb is Verb.BACKWARD:
         used = set(order)
         steps += [u for u in range(len(units)) if units[u].trainable and u not in used]
     for position, unit in enumerate(steps):
         if verb is Verb.FORWARD or units[unit].backward:
-            ops += fetch_missing(plan, unit, position, in_slots, held, entry)
+            ops += fetch_missing(plan, unit, position, in_slots)
         ops.append(use(plan, unit, verb, position))
         if verb is Verb.BACKWARD and units[unit].trainable:
             alone = name == "backward_first" or plan.profile.sharding.late
@@ -70,44 +69,34 @@ def compute_phase(plan: Plan, name: str, order: Sequence[int], in_slots: dict[Pl
                 ops += [*exchange(plan, unit, position + 1), *fold(plan, unit, position + 1)]
                 first = True
             ops += (offload_gradient if first else add_gradient)(plan, unit, position + 2)
-    return Phase(name, tuple(ops), entry, dict(in_slots))
+    return Phase(name, tuple(ops), entry, in_slots)
 
 
 def pass_phase(
-    plan: Plan, verb: Verb, order: Sequence[int], start: int, in_slots: dict[Place, int]
+    plan: Plan, verb: Verb, order: Sequence[int], start: int, entry: Mapping[Place, int]
 ) -> tuple[Phase, list[int]]:
     """The fetches and computes of the units in `order`, the first at position `start` of its pass;
-    and how many ops there are up to the compute of each. Updates `in_slots`.
+    and how many ops there are up to the compute of each. `entry` as of `compute_phase`.
 
     A unit whose backward needs no weights comes in one only to be recomputed.
     """
-    entry, held, ops, ends = dict[Place, int](), dict(in_slots), list[Op](), list[int]()
+    in_slots, ops, ends = dict(entry), list[Op](), list[int]()
     for position, unit in enumerate(order, start):
-        ops += fetch_missing(plan, unit, position, in_slots, held, entry)
+        ops += fetch_missing(plan, unit, position, in_slots)
         needs = plan.profile.units[unit].backward
         ops.append(use(plan, unit, verb if needs else Verb.FORWARD, position))
         ends.append(len(ops))
-    return Phase("pass", tuple(ops), entry, dict(in_slots)), ends
+    return Phase("pass", tuple(ops), entry, in_slots), ends
 
 
-def fetch_missing(
-    plan: Plan,
-    unit: int,
-    position: int,
-    in_slots: dict[Place, int],
-    held: dict[Place, int],
-    entry: dict[Place, int],
-) -> list[Op]:
-    """Fetch a unit that its slot does not hold; note in `entry` what was `held` at the start."""
+def fetch_missing(plan: Plan, unit: int, position: int, in_slots: dict[Place, int]) -> list[Op]:
+    """Fetch a unit that its slot does not hold, and note in `in_slots` that it does then."""
     found = list[Op]()
     for slot, bring in ((plan.full_weight[unit], gather), (plan.weight_slot[unit], fetch)):
         if slot is None:
             continue
         if in_slots.get(slot) == unit:
-            if held.get(slot) == unit:
-                entry[slot] = unit
             break
-        held.pop(slot, None)
         in_slots[slot] = unit
         found[:0] = bring(plan, unit, position)
     return found

@@ -130,7 +130,7 @@ class Phase:
     name: str
     ops: tuple[Op, ...]
     entry: Mapping[Place, int]
-    """The unit that each weight slot must hold at the start; other slots may hold anything."""
+    """The unit that each weight slot holds at the start; other slots may hold anything."""
     exit: Mapping[Place, int]
     """The unit that each weight slot holds at the end."""
 

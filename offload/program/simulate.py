@@ -153,8 +153,7 @@ class _Simulation:
         self, program: Program, machine: Machine, seconds: ComputeSeconds, host_seconds: float
     ):
         self._program, self._machine, self._host_seconds = program, machine, host_seconds
-        in_slots = dict(program.phases["backward_first"].exit)
-        order = program.plan.profile.forward
+        order, in_slots = program.plan.profile.forward, program.phases["backward_first"].exit
         self._forward_next = compute_phase(program.plan, "forward", order, in_slots)
         """The forward of a later micro-batch: it finds some weights in their slots."""
         self._compute, self._ranks = seconds, program.plan.profile.sharding.ranks
