@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from offload.program.ops import Op
@@ -12,9 +12,9 @@ from offload.runtime.native import Native
 _phase: Any = Native.phase
 
 
-def _noted(native: Native, ops: Sequence[Op], works: Any) -> Any:
-    phase = _phase(native, ops, works)
-    phase.ops = list(ops)
+def _noted(native: Native, ops: Iterable[tuple[Op, Any]]) -> Any:
+    phase = _phase(native, ops := list(ops))
+    phase.ops = [op for op, _ in ops]
     return phase
 
 

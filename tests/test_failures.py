@@ -240,7 +240,7 @@ def half_started(lanes: Any, count: int, wanted: Callable[[Sequence[Op]], bool])
         if not wanted(ops_of(phase)):
             return start(phase, *args)
         ops = ops_of(phase)[:count]
-        start(lanes.phase(ops, [None if one.verb in OF_USER else Work() for one in ops]), *args)
+        start(lanes.phase([(x, None if x.verb in OF_USER else Work()) for x in ops]), *args)
         raise MemoryError("on purpose")
 
     return broken

@@ -89,8 +89,8 @@ class Pair:
         self.started: list[int] = []
 
     def start(self, ops: list[Op], number: int) -> None:
-        works = [None if one.verb is Verb.FORWARD else Work() for one in ops]
-        others = self.native.start(self.native.phase(ops, works), number)
+        works = [(one, None if one.verb is Verb.FORWARD else Work()) for one in ops]
+        others = self.native.start(self.native.phase(works), number)
         self.tasks += zip(self.pure.start(ops, number), others, strict=True)
 
     def take(self, lane: Lane) -> None:
@@ -199,7 +199,7 @@ def lanes(**options: Any) -> Iterator[Native]:
 
 
 def started(made: Native, one: Op, work: Work | None, number: int = 0) -> Any:
-    return made.start(made.phase([one], [work]), number)[0]
+    return made.start(made.phase([(one, work)]), number)[0]
 
 
 def ended(made: Native, task: Any) -> bool:
@@ -284,7 +284,7 @@ def test_a_wait_leads_back_to_the_lanes_that_caused_it() -> None:
         second = op(Lane.H2D, reads=[0], writes=[1])
         mine = op(Lane.COMPUTE, user=True, reads=[1])
         since = time.perf_counter()
-        made.start(made.phase([first, second], [copy_of(into, source)] * 2), 0)
+        made.start(made.phase([(one, copy_of(into, source)) for one in (first, second)]), 0)
         task = started(made, mine, None)
         while not made.begin(task, 0.1):
             assert time.perf_counter() - since < HANGS_S
@@ -308,7 +308,7 @@ def test_the_first_failure_ends_everything_and_is_told() -> None:
     with lanes(pace=breaks) as made:
         failing = op(Lane.D2H, writes=[0])
         after = op(Lane.CPU, reads=[0])
-        _, task = made.start(made.phase([failing, after], [copy_of(into, source), Work()]), 0)
+        _, task = made.start(made.phase([(failing, copy_of(into, source)), (after, Work())]), 0)
         assert not ended(made, task)
         assert made.failed
         error = made.failure()
@@ -323,7 +323,7 @@ def test_closing_ends_waits_and_drops_what_has_not_begun() -> None:
     into, source = torch.zeros(64), torch.ones(64)
     with lanes(pace=at_pace({Lane.H2D: 0.2})) as made:
         copies = made.start(
-            made.phase([op(Lane.H2D, at) for at in range(3)], [copy_of(into, source)] * 3), 0
+            made.phase([(op(Lane.H2D, at), copy_of(into, source)) for at in range(3)]), 0
         )
         waited = threading.Thread(target=made.over, args=(copies[2], HANGS_S), daemon=True)
         waited.start()

@@ -298,7 +298,7 @@ def test_what_was_made_is_given_back(tmp_path: Path) -> None:
     source, into = torch.arange(100), torch.zeros(100, dtype=torch.int64)
     made = Op(Lane.H2D, Verb.MOVE, Value("weight", 0), (), (), 800, 0)
     lanes = Native(driver=driver)
-    (task,) = lanes.start(lanes.phase([made], [Work([Copy(At(into), At(source))])]), 0)
+    (task,) = lanes.start(lanes.phase([(made, Work([Copy(At(into), At(source))]))]), 0)
     assert lanes.over(task, 20.0)
     assert torch.equal(into, source)
     assert calls.stand_in_live() == before + 3  # The context, a stream, an event.
@@ -333,7 +333,7 @@ def test_squares_are_summed_by_as_few_launches_as_have_room() -> None:
         driver.load(ptx().decode())
         lanes = Native(driver=driver, workspace=partial(torch.Tensor.view_as, scratch, scratch))
         clip = lanes.clip(1.0)
-        phase = lanes.phase([op], [Work(jobs)])
+        phase = lanes.phase([(op, Work(jobs))])
         before = calls.stand_in_calls()
         (task,) = lanes.start(phase, 0, lanes.settings([], clip))
         assert lanes.over(task, 20.0)

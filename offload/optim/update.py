@@ -191,7 +191,7 @@ class Updates:
                 yield op, works.update(op, dict(members), prepared.get(unit))
 
         if prepared and not self._runner.lasting:  # It would hold what is torch's.
-            return self._runner.written(list(made()))
+            return self._runner.written(made())
         key = "step", clips, streamed, squared, tuple(updated.items()), lies
         return self._runner.phase(key, made)
 

@@ -63,7 +63,7 @@ def compute_phase(plan: Plan, name: str, order: Sequence[int], entry: Mapping[Pl
             alone = name == "backward_first" or plan.profile.sharding.late
             first = alone and unit not in came
             came.add(unit)
-            ops.append(collect(plan, unit, position + 1))
+            ops += collect(plan, unit, position + 1)
             if plan.full_gradient[unit] is not None:
                 ops += [] if first else bring_sum(plan, unit, position + 1)
                 ops += [*exchange(plan, unit, position + 1), *fold(plan, unit, position + 1)]
@@ -193,10 +193,10 @@ def fold(plan: Plan, unit: int, deadline: int) -> list[Op]:
     return [Op(Lane.COMPUTE, Verb.FOLD, value, *uses, size, deadline)]
 
 
-def collect(plan: Plan, unit: int, deadline: int) -> Op:
+def collect(plan: Plan, unit: int, deadline: int) -> list[Op]:
     """The user's backward puts the gradient of a unit where it is collected."""
     there = collected(plan, unit)
-    return Op(Lane.COMPUTE, Verb.COLLECT, there.value, (), (there,), 0, deadline)
+    return [Op(Lane.COMPUTE, Verb.COLLECT, there.value, (), (there,), 0, deadline)]
 
 
 def offload_gradient(plan: Plan, unit: int, deadline: int) -> list[Op]:

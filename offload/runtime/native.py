@@ -125,7 +125,7 @@ class Native:
         """What works of a step are given: what updates its parameters, and the clipping."""
         return _native.settings(factor_rows(self._kernel, steps, 1.0), clip)
 
-    def phase(self, ops: Sequence[Op], works: Sequence[Work | None]) -> Any:
+    def phase(self, ops: Iterable[tuple[Op, Work | None]]) -> Any:
         """Write ops down with their works; without one it is the user's compute."""
         return _native.phase(
             [
@@ -137,7 +137,7 @@ class Native:
                     None if work is None else self.work(op, work),
                     *map(self._numbered, (cells(op.reads), cells(op.writes))),
                 )
-                for op, work in zip(ops, works, strict=True)
+                for op, work in ops
             ]
         )
 

@@ -123,13 +123,7 @@ class Reference:
         self._used = dict.fromkeys(Lane, (0.0, 0, 0))
         self._ran: deque[Ran] = deque(maxlen=kept)
 
-    clip, settings = Clip, Settings
-
-    def phase(
-        self, ops: Sequence[Op], works: Sequence[Work | None]
-    ) -> Sequence[tuple[Op, Work | None]]:
-        """Write ops down with their works; without one it is the user's compute."""
-        return list(zip(ops, works, strict=True))
+    phase, clip, settings = list, Clip, Settings
 
     def start(
         self, phase: Iterable[tuple[Op, Work | None]], number: int, settings: Settings | None = None

@@ -15,7 +15,7 @@ and the next call raises.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -100,6 +100,8 @@ class Runner:
                 raise
             raise EngineError(f"a lane of the engine could not start: {error}") from error
         self.waited, self.cancel = self.stats.waited, self._lanes.cancel
+        self.written = self._lanes.phase
+        """Writes ops that were checked down for the lanes, with what they do."""
         self.clip, self.settings = self._lanes.clip, self._lanes.settings
         self.touching, self.all = self._lanes.touching, self._lanes.all
         self.lasting = self._lanes.native
@@ -144,19 +146,13 @@ class Runner:
             self._kept[key] = make()
         return self._kept[key]
 
-    def moves(self, make: Callable[..., Op | list[Op]], *args: Hashable) -> Any:
+    def moves(self, make: Callable[..., list[Op]], *args: Hashable) -> Any:
         """The phase of the ops that a function of `program.compile` makes of the plan and these."""
 
         def made() -> Iterator[tuple[Op, Work | None]]:
-            found = make(self.plan, *args)
-            for op in [found] if isinstance(found, Op) else found:
-                yield op, self.works.of(op)
+            return ((op, self.works.of(op)) for op in make(self.plan, *args))
 
         return self.phase((make, args), made)
-
-    def written(self, ops: Sequence[tuple[Op, Work | None]]) -> Any:
-        """Ops that were checked, written down for the lanes with what they do."""
-        return self._lanes.phase(*zip(*ops)) if ops else self._lanes.phase((), ())
 
     def start(self, phase: Any, pass_number: int, settings: Any = None) -> list[Task]:
         """Queue the ops of a phase, by the deadlines of that pass; works are given `settings`."""
