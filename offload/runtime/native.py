@@ -67,8 +67,6 @@ def native_runner() -> Any:
 class Native:
     """The native runner of an engine; see `Reference` for what each call does."""
 
-    native = True
-
     def __init__(
         self,
         plan: Plan | None = None,

@@ -99,8 +99,6 @@ class Task:
 class Reference:
     """See [Note: Reference]."""
 
-    native = False
-
     def __init__(
         self,
         plan: Plan,

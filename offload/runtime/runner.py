@@ -104,9 +104,9 @@ class Runner:
         """Writes ops that were checked down for the lanes, with what they do."""
         self.clip, self.settings = self._lanes.clip, self._lanes.settings
         self.touching, self.all = self._lanes.touching, self._lanes.all
-        self.lasting = self._lanes.native
+        self.lasting = isinstance(self._lanes, Native)
         """Whether a phase, or a work, that is kept holds no tensors."""
-        self._by_handle = self._lanes.native and not device.is_host
+        self._by_handle = self.lasting and not device.is_host
         """Whether lanes know the user's streams by number."""
 
     def _open(self, pace: Pace | None) -> Native | Reference:
