@@ -132,7 +132,7 @@ def assigned(model: Any) -> None:
 
 CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "resized embeddings": (resized, r"other parameters than at attach \(embed\.weight\)"),
-    "tied": (tied, r"other parameters than at attach \(fewer\)"),
+    "tied": (tied, r"other parameters than at attach \(fewer"),
     "assigned": (assigned, r"other parameters than at attach \(embed\.weight"),
     "another device": (lambda m: m.to("meta"), r"torch\.float32 on meta.*detach"),
     "another dtype": (lambda m: m.half(), "detach"),
