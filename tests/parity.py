@@ -8,7 +8,6 @@ together do in some case.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,13 +20,20 @@ from tests import zoo
 from tests.covering import Case, Setting, pairwise
 from tests.structures import STRUCTURES
 from tests.training import (
-    TIERS,
+    SAMPLED,
+    Feature,
     Run,
+    accumulation,
     batch,
     config_of,
+    fails,
     loss_of,
+    plain,
     same_bits,
+    second_backward,
     smallest_budgets,
+    torch_clipping,
+    two_losses,
 )
 
 STEPS = 5
@@ -72,41 +78,10 @@ class ParityRun(Run):
 # -- loops ---------------------------------------------------------------------------------------
 
 
-def plain(run: ParityRun) -> None:
-    run.loss().backward()
-    run.step()
-
-
-def accumulation(run: ParityRun) -> None:
-    for _ in range(1 + run.number % 3):
-        run.loss().backward()
-    run.step()
-
-
-def clipping(run: ParityRun) -> None:
-    run.loss().backward()
-    norm = nn.utils.clip_grad_norm_(run.model.parameters(), 0.5)
-    run.losses.append(norm.item())
-    run.step()
-
-
-def graph_retained(run: ParityRun) -> None:
-    loss = run.loss()
-    loss.backward(retain_graph=True)
-    (loss * 0.5).backward()
-    run.step()
-
-
-def two_losses(run: ParityRun) -> None:
-    one, two = run.loss(), run.loss()
-    (one + two).backward()
-    run.step()
-
-
-def evaluation(run: ParityRun) -> None:
+def evaluation(run: Run, number: int) -> None:
     run.loss().backward()
     run.model.eval()
-    with torch.no_grad() if run.number % 2 else torch.inference_mode():
+    with torch.no_grad() if number % 2 else torch.inference_mode():
         run.loss()
     run.model.train()
     run.loss().backward()
@@ -116,19 +91,19 @@ def evaluation(run: ParityRun) -> None:
     run.optimizer.zero_grad()
 
 
-def skipped(run: ParityRun) -> None:
+def skipped(run: Run, number: int) -> None:
     """One batch is dropped after its backward; gradients stay over a step once."""
     run.loss().backward()
-    if run.number == 1:
+    if number == 1:
         run.optimizer.zero_grad()
         return
-    if run.number == 2:
+    if number == 2:
         run.optimizer.step()
         run.loss().backward()
     run.step()
 
 
-def gradients_edited(run: ParityRun) -> None:
+def gradients_edited(run: Run, number: int) -> None:
     run.loss().backward()
     for index, parameter in enumerate(run.model.parameters()):
         if parameter.grad is None:
@@ -141,13 +116,13 @@ def gradients_edited(run: ParityRun) -> None:
     run.step()
 
 
-def parameters_edited(run: ParityRun) -> None:
+def parameters_edited(run: Run, number: int) -> None:
     """In place each step, and once by `load_state_dict`."""
-    plain(run)
+    plain(run, number)
     with torch.no_grad():
         for parameter in run.model.parameters():
             parameter.mul_(0.99)
-    if run.number == 1:
+    if number == 1:
         halved = {
             name: value * 0.5 if value.is_floating_point() else value.clone()
             for name, value in run.model.state_dict().items()
@@ -155,17 +130,17 @@ def parameters_edited(run: ParityRun) -> None:
         run.model.load_state_dict(halved)
 
 
-def penalty(run: ParityRun) -> None:
+def penalty(run: Run, number: int) -> None:
     term = sum(p.float().pow(2).sum() for p in run.model.parameters() if p.requires_grad)
     (run.loss() + 1e-3 * term).backward()
     run.step()
 
 
-def forward_failed(run: ParityRun) -> None:
+def forward_failed(run: Run, number: int) -> None:
     """A forward and a backward that raise, then as if nothing had been."""
     run.loss().backward()
     inner = [m for m in run.model.modules() if isinstance(m, nn.Linear)]
-    handle = inner[len(inner) // 2].register_forward_pre_hook(_raise)
+    handle = inner[len(inner) // 2].register_forward_pre_hook(fails)
     try:
         run.loss()
     except ZeroDivisionError:
@@ -176,18 +151,12 @@ def forward_failed(run: ParityRun) -> None:
     run.step()
 
 
-def _raise(*_: Any) -> None:
-    raise ZeroDivisionError("on purpose")
-
-
-Loop = Callable[[ParityRun], None]
-
-LOOPS: dict[str, tuple[Loop, dict[str, Any]]] = {
+LOOPS: dict[str, tuple[Feature, dict[str, Any]]] = {
     "plain": (plain, {}),
     "updates in backward": (plain, {"micro_batches": 1}),
     "accumulation": (accumulation, {}),
-    "clipping": (clipping, {}),
-    "graph retained": (graph_retained, {}),
+    "clipping": (torch_clipping, {}),
+    "graph retained": (second_backward, {}),
     "two losses": (two_losses, {}),
     "evaluation": (evaluation, {}),
     "skipped step": (skipped, {}),
@@ -201,16 +170,9 @@ LOOPS: dict[str, tuple[Loop, dict[str, Any]]] = {
 
 # -- cases ---------------------------------------------------------------------------------------
 
-PLACEMENTS = tuple(
-    (params, TIERS[(TIERS.index(params) + TIERS.index(states)) % 3], states)
-    for params in TIERS
-    for states in TIERS
-)
-"""Of the 27 nine in which any two of weights, gradients and states lie in any two tiers."""
-
 FACTORS: dict[str, tuple[str, ...]] = {
     "model": (*zoo.MODELS, *STRUCTURES),
-    "placement": tuple("-".join(placement) for placement in PLACEMENTS),
+    "placement": tuple("-".join(placement) for placement in SAMPLED),
     "loop": tuple(LOOPS),
     "dtype": ("bfloat16", "float32"),
     "attention": ("eager", "sdpa"),
@@ -295,7 +257,7 @@ def run_case(case: Case, directory: Any, *, offloaded: bool) -> Outcome:
         torch.manual_seed(2)
         for number in range(STEPS):
             run.number = number
-            feature(run)
+            feature(run, number)
         return _outcome(run)
     finally:
         if offloaded:
@@ -312,7 +274,7 @@ def _outcome(run: ParityRun) -> Outcome:
         for slot, value in slots.items()
         if trained[number].numel()  # What has no elements has no state with us.
     }
-    return Outcome(run.losses, run.seen, {**buffers, **weights}, states)
+    return Outcome(run.losses + run.extra, run.seen, {**buffers, **weights}, states)
 
 
 def differences(one: Outcome, other: Outcome) -> list[str]:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
-from tests.training import VOCABULARY, Block, Net, Regions
+from tests.training import VOCABULARY, Block, Net, Regions, frozen
 
 WIDTH = 32
 
@@ -369,14 +369,6 @@ def _islands() -> nn.Module:
     return model
 
 
-def _frozen() -> nn.Module:
-    """Whole modules, single parameters and the embedding frozen."""
-    net = Net()
-    for parameter in (*net.blocks[1].parameters(), net.blocks[2].up.weight, net.embed.weight):
-        parameter.requires_grad_(False)
-    return net
-
-
 def _unequal() -> nn.Module:
     """An embedding thirty times as large as a block, beside norms."""
     model = Shell(Layers(3))
@@ -387,7 +379,7 @@ def _unequal() -> nn.Module:
 STRUCTURES: dict[str, Callable[[], nn.Module]] = {
     "tied embeddings": lambda: Net(tied=True),
     "parameters shared between blocks": _shell(Sharing),
-    "frozen parameters and modules": _frozen,
+    "frozen parameters and modules": frozen,
     "parameters used twice or never": _shell(Unused),
     "modules out of order": _shell(Reordered),
     "branches that depend on data": _shell(Branching),

@@ -29,37 +29,20 @@ from tests.training import (
     fp32,
     frozen,
     plain,
+    second_backward,
     smallest_budgets,
+    torch_clipping,
     train,
     train_alone,
+    two_losses,
     two_micro_batches,
     without_idle_states,
 )
 
 
-def torch_clipping(run: Run, number: int) -> None:
-    run.loss().backward()
-    norm = nn.utils.clip_grad_norm_(run.model.parameters(), 0.5)
-    run.extra.append(norm.item())
-    run.step()
-
-
 def own_clipping(run: Run, number: int) -> None:
     accumulation(run, number)
     run.extra.append(run.optimizer.grad_norm())
-
-
-def second_backward(run: Run, number: int) -> None:
-    loss = run.loss()
-    loss.backward(retain_graph=True)
-    (loss * 0.5).backward()
-    run.step()
-
-
-def two_losses(run: Run, number: int) -> None:
-    one, two = run.loss(), run.loss()
-    (one + two).backward()
-    run.step()
 
 
 def other_thread(run: Run, number: int) -> None:

@@ -243,6 +243,26 @@ def two_micro_batches(run: Run, number: int) -> None:
     run.step()
 
 
+def torch_clipping(run: Run, number: int) -> None:
+    run.loss().backward()
+    norm = nn.utils.clip_grad_norm_(run.model.parameters(), 0.5)
+    run.extra.append(norm.item())
+    run.step()
+
+
+def second_backward(run: Run, number: int) -> None:
+    loss = run.loss()
+    loss.backward(retain_graph=True)
+    (loss * 0.5).backward()
+    run.step()
+
+
+def two_losses(run: Run, number: int) -> None:
+    one, two = run.loss(), run.loss()
+    (one + two).backward()
+    run.step()
+
+
 def fails(*_: Any) -> None:
     """A hook that does."""
     raise ZeroDivisionError("on purpose")
@@ -345,10 +365,15 @@ def train(
 ) -> Result:
     """Train some steps and read everything back."""
     with attached(placement, directory, **options) as run:
-        torch.manual_seed(2)
-        for number in range(steps):
-            feature(run, number)
-        return result_of(run)
+        return trained(run, feature, steps)
+
+
+def trained(run: Run, feature: Feature = plain, steps: int = 3) -> Result:
+    """What a fresh run leaves after some steps."""
+    torch.manual_seed(2)
+    for number in range(steps):
+        feature(run, number)
+    return result_of(run)
 
 
 def alone(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -370,11 +395,7 @@ def train_alone(
     torch.manual_seed(1)
     model = build().to(dtype)
     made = torch.optim.AdamW(model.parameters(), lr=1e-2) if optimizer is None else optimizer(model)
-    run = Run(model, alone(made), torch.Generator().manual_seed(7))
-    torch.manual_seed(2)
-    for number in range(steps):
-        feature(run, number)
-    return result_of(run)
+    return trained(Run(model, alone(made), torch.Generator().manual_seed(7)), feature, steps)
 
 
 def without_idle_states(result: Result) -> Result:
