@@ -36,8 +36,8 @@ from tests.training import (
     batch,
     loss_of,
     plain,
-    result_of,
     train,
+    trained,
 )
 
 needs_cuda = [
@@ -301,10 +301,7 @@ def test_pageable_memory_trains_to_the_same_bits(
     monkeypatch.setattr(driver.Accelerator, "pin", failing)
     with attached(MIXED, tmp_path) as run:
         assert any("injected" in notice for notice in run.engine.notices)
-        torch.manual_seed(2)
-        for number in range(3):
-            plain(run, number)
-        assert_same(result_of(run), expected)
+        assert_same(trained(run), expected)
 
 
 @pytest.mark.parametrize("states", ["auto", "cpu", "nvme"])

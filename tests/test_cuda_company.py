@@ -29,6 +29,7 @@ from tests.training import (
     plain,
     result_of,
     train,
+    trained,
 )
 
 pytestmark = needs_cuda
@@ -203,10 +204,7 @@ def test_the_second_device_alone_is_used(placement: tuple[str, str, str], tmp_pa
     with torch.cuda.device(1):
         run_here = attached(placement, tmp_path)
         run = run_here.__enter__()
-    torch.manual_seed(2)
-    for number in range(3):
-        plain(run, number)
-    found = result_of(run)
+    found = trained(run)
     assert {value.device.index for value in found.weights.values()} == {1}
     closing = threading.Thread(target=run.engine.close)
     closing.start()

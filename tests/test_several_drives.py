@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 import aio
 import offload
@@ -27,7 +26,7 @@ from tests.drives import DriveIO
 from tests.faults import aligned_tensor, nothing_leaks
 from tests.simulated import MemoryIO, SimulatedIO
 from tests.small import adamw, config, small
-from tests.training import assert_same, attached, plain, result_of, train
+from tests.training import assert_same, attached, train, trained
 
 EVERYTHING = ("nvme", "nvme", "nvme")
 
@@ -52,10 +51,7 @@ def test_the_same_bits_over_several_drives(
     monkeypatch.setattr(attachment, "Store", partial(Store, unit_bytes=3 * BLOCK_BYTES))
     paths = folders(tmp_path)
     with attached(placement, paths) as run:
-        torch.manual_seed(2)
-        for number in range(3):
-            plain(run, number)
-        assert_same(alone, result_of(run))
+        assert_same(alone, trained(run))
         store = run.engine.runner.store
         assert store is not None
         sizes = [os.fstat(file.fd).st_size for file in store.volume.files]

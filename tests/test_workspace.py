@@ -13,7 +13,7 @@ from cpu_adam import FORMATS, choice, native, reference
 from cpu_adam.formats import scratch_bytes, squares_bytes
 from offload.planning.machine import Machine
 from tests.adam_states import State, assert_same_state, hyper_of
-from tests.training import RESIDENT, assert_same, attached, plain, result_of, train
+from tests.training import RESIDENT, assert_same, attached, train, trained
 
 SMALL_BYTES = 256
 """Scalars of a step are no temporaries of its elements."""
@@ -103,10 +103,7 @@ def test_the_engine_gives_updates_on_the_device_the_workspace_of_its_plan(
         (room,) = (b for place, b in run.engine.plan.slots.items() if place.use == "workspace")
         memory = run.engine.runner.memory.arenas["device"].view(room)
         memory.fill_(1)
-        torch.manual_seed(2)
-        for number in range(3):
-            plain(run, number)
-        assert_same(result_of(run), expected)
+        assert_same(trained(run), expected)
         assert not memory.eq(1).all()
         run.loss().backward()
         with Made() as made:
