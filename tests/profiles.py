@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 from hypothesis import strategies as st
 
@@ -100,18 +101,9 @@ def plan_of(
     )
 
 
-def program_of(
-    profile: Profile,
-    weight: Tier = "cpu",
-    gradient: Tier = "cpu",
-    state: Tier = "cpu",
-    *,
-    clips: bool = False,
-    weight_slots: int = 3,
-) -> Program:
-    """The program with every unit placed alike."""
-    plan = plan_of(profile, weight, gradient, state, clips=clips, weight_slots=weight_slots)
-    return compile_program(plan)
+def program_of(profile: Profile, *tiers: Tier, **options: Any) -> Program:
+    """The program with every unit placed alike: of a plan as `plan_of` makes it."""
+    return compile_program(plan_of(profile, *tiers, **options))
 
 
 def all_placements() -> Iterator[Placement]:

@@ -24,7 +24,7 @@ from offload.program.compile import compute_phase, with_squares
 from offload.program.ops import Op, Program, cells
 from offload.runtime.native import RUNNER_VARIABLE
 from tests.submitting import ops_of
-from tests.training import TIERS, Run, attached, plain, some_fast
+from tests.training import TIERS, Run, attached, in_turn, plain, some_fast
 
 NVME = ("nvme", "nvme", "nvme")
 MIXED = ("nvme", "cpu", "device")
@@ -173,16 +173,6 @@ def assert_same_ops(plan: Plan, issued: Sequence[Op], due: Sequence[Op]) -> None
         assert found[cell] == order, cell
 
 
-def placed_loops() -> list[Any]:
-    """Every loop in three placements: in the fast tier in one of them, in turns."""
-    found = []
-    for number, name in enumerate(LOOPS):
-        for turn, placement in enumerate([ON_DEVICE, NVME, MIXED]):
-            marks = () if turn == number % 3 else pytest.mark.slow
-            found.append(pytest.param(name, placement, marks=marks, id=f"{name}-{turn}"))
-    return found
-
-
 @pytest.mark.parametrize("placement", some_fast(SAME[::-1], fast=4), ids="-".join)
 def test_a_step_issues_the_ops_of_the_program(
     placement: tuple[str, str, str], tmp_path: Path
@@ -193,7 +183,7 @@ def test_a_step_issues_the_ops_of_the_program(
         assert_same_ops(run.engine.plan, issued, due)
 
 
-@pytest.mark.parametrize(("name", "placement"), placed_loops())
+@pytest.mark.parametrize(("name", "placement"), in_turn(LOOPS, [ON_DEVICE, NVME, MIXED]))
 def test_every_loop_issues_the_phases_as_run(
     name: str, placement: tuple[str, str, str], tmp_path: Path
 ) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.training import some_fast
+
 SHORT = ["train", "--steps", "2", "--batch", "1", "--seq-len", "16", "--eval-windows", "2"]
 
 TOLD = """
@@ -117,23 +119,14 @@ def test_ctrl_c_at_any_time_is_quiet(delays: tuple[float, ...]) -> None:
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("arguments", [("--version",), ("--help",)])
-def test_output_that_cannot_be_written_is_told(arguments: tuple[str], unbuffered: str) -> None:
+@pytest.mark.parametrize("arguments", some_fast(["--version", "--help", "train --help"], fast=2))
+def test_output_that_cannot_be_written_is_told(arguments: str, unbuffered: str) -> None:
     with open("/dev/full", "w") as full:
         done = command_line(
-            *arguments, stdout=full, env={**os.environ, "PYTHONUNBUFFERED": unbuffered}
+            *arguments.split(), stdout=full, env={**os.environ, "PYTHONUNBUFFERED": unbuffered}
         )
     assert done.returncode == 1
     assert done.stderr.startswith("offload: error: ")
-    assert "No space left" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-@pytest.mark.slow
-def test_a_command_whose_output_cannot_be_written() -> None:
-    with open("/dev/full", "w") as full:
-        done = command_line("train", "--help", stdout=full)
-    assert done.returncode == 1
     assert "No space left" in done.stderr
     assert "Traceback" not in done.stderr
 
