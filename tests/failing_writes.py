@@ -24,21 +24,8 @@ import torch
 
 import offload
 from offload.checkpoint.conversion import convert
-from tests.durable_runs import (
-    HANGS_S,
-    Loop,
-    Told,
-    check_error,
-    digest_of_run,
-    digest_of_save,
-    lines,
-    program,
-    started,
-    told_by,
-    trains,
-    whole,
-    wide,
-)
+from tests import durable_runs
+from tests.durable_runs import HANGS_S, Loop, Told, check_error, program, told_by, trains, whole
 from tests.test_durable import CPU, NVME
 from tests.training import RESIDENT, attached, config_of
 
@@ -116,13 +103,13 @@ class Saving:
                     error = raised
                 print("calls", fail(), flush=True)
                 trains(run, later, there)
-                print("digest", digest_of_run(run), flush=True)
+                print("digest", durable_runs.digest_of_run(run), flush=True)
             if error is not None:
                 raise error
 
         def check(found: list[list[str]]) -> None:
             assert ["digest", whole(later).digest] in found
-            assert digest_of_save(there / "save") == (6, whole(later).saves[6])
+            assert durable_runs.digest_of_save(there / "save") == (6, whole(later).saves[6])
             assert [one.name for one in there.iterdir()] == ["save"]
 
         return act, there, check
@@ -215,7 +202,7 @@ RUNS: dict[str, Any] = {
     "nvme": Training(NVME, SHORT),
     "resident, resumed": Training(RESIDENT, Loop(steps=6), 2),
     "nvme, resumed": Training(NVME, Loop(steps=6), 2),
-    "one drive of two": Training(NVME, Loop(steps=4, build=wide), 0, 2),
+    "one drive of two": Training(NVME, Loop(steps=4, build=durable_runs.wide), 0, 2),
     "save": Saving(),
     "convert": Replacing(converting),
     "export": Replacing(exporting, moves=True),
@@ -226,8 +213,8 @@ def one_call(run: Any, number: int, case: int, path: Path) -> str | None:
     """Let the calls fail from one on; what was told. None where there are fewer calls."""
     error, half = ERRORS[case % len(ERRORS)], case // len(ERRORS) % 2
     act, where, check = run.prepare(path)
-    child = started(partial(broken, act, where, number, error, half))
-    found = [*lines(child)]
+    child = durable_runs.started(partial(broken, act, where, number, error, half))
+    found = [*durable_runs.lines(child)]
     _, errors = child.communicate()
     assert child.returncode != -signal.SIGALRM, f"it hangs: {errors}"
     assert (child.returncode, errors) == (0, ""), errors

@@ -20,18 +20,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import offload
+from tests import training
 from tests.paced import Paced
-from tests.training import (
-    RESIDENT,
-    VOCABULARY,
-    Run,
-    attached,
-    batch,
-    loss_of,
-    result_of,
-    same_bits,
-    smallest_budgets,
-)
+from tests.training import RESIDENT, VOCABULARY, Run, attached, batch, loss_of, result_of, same_bits
 
 WIDTH = 8
 
@@ -327,16 +318,7 @@ def nap(loop: Loop) -> None:
 Action = Callable[[Loop], None]
 Actions = list[Action]
 AT_REST: Actions = [evaluate, evaluate_elsewhere, use_a_block_alone, use_one_block_inside_another]
-AT_REST += [
-    look,
-    edit_held,
-    edit,
-    stream_weights,
-    look_at_states,
-    save_states,
-    load_states,
-    nap,
-]
+AT_REST += [look, edit_held, edit, stream_weights, look_at_states, save_states, load_states, nap]
 WITH_GRADIENTS: Actions = [*AT_REST, backward_only, backward_elsewhere, look_at_gradients]
 WITH_GRADIENTS += [edit_gradients, set_gradients, set_gradients_of_the_device, zero_gradients]
 WITH_GRADIENTS += [step_and_keep_gradients]
@@ -433,7 +415,7 @@ def least(
     directory: Any,
 ) -> dict[str, int]:
     """The smallest budgets; the norm takes some of the device too."""
-    return smallest_budgets(
+    return training.smallest_budgets(
         placement,
         directory,
         build=lambda: model(tied=tied, checkpointed=False),

@@ -16,25 +16,10 @@ from torch import nn
 
 import offload
 from cpu_adam import CPUAdam
-from tests import zoo
+from tests import training, zoo
 from tests.covering import Case, Setting, pairwise
 from tests.structures import STRUCTURES
-from tests.training import (
-    SAMPLED,
-    Feature,
-    Run,
-    accumulation,
-    batch,
-    config_of,
-    fails,
-    loss_of,
-    plain,
-    same_bits,
-    second_backward,
-    smallest_budgets,
-    torch_clipping,
-    two_losses,
-)
+from tests.training import SAMPLED, Feature, Run, accumulation, batch, config_of, fails, plain
 
 STEPS = 5
 LOOKED_AT = STEPS - 2
@@ -54,7 +39,7 @@ class ParityRun(Run):
     def loss(self) -> torch.Tensor:
         """The loss of the next batch."""
         if self.name in STRUCTURES:
-            loss = loss_of(self.model, batch(self.generator))
+            loss = training.loss_of(self.model, batch(self.generator))
         else:
             inputs = zoo.batch_for(self.name, self.generator)
             dtype = next(self.model.parameters()).dtype
@@ -155,9 +140,9 @@ LOOPS: dict[str, tuple[Feature, dict[str, Any]]] = {
     "plain": (plain, {}),
     "updates in backward": (plain, {"micro_batches": 1}),
     "accumulation": (accumulation, {}),
-    "clipping": (torch_clipping, {}),
-    "graph retained": (second_backward, {}),
-    "two losses": (two_losses, {}),
+    "clipping": (training.torch_clipping, {}),
+    "graph retained": (training.second_backward, {}),
+    "two losses": (training.two_losses, {}),
     "evaluation": (evaluation, {}),
     "skipped step": (skipped, {}),
     "gradients edited": (gradients_edited, {}),
@@ -241,7 +226,7 @@ def run_case(case: Case, directory: Any, *, offloaded: bool) -> Outcome:
         placement: Any = tuple(case["placement"].split("-"))
         budgets = {}
         if case["budgets"] == "least":
-            budgets = smallest_budgets(
+            budgets = training.smallest_budgets(
                 placement, directory, build=lambda: build(case), dtype=None, **settings
             )
         asked = config_of(placement, directory, **settings, **budgets)
@@ -289,6 +274,6 @@ def differences(one: Outcome, other: Outcome) -> list[str]:
         found += [f"{kind}: only one has {name}" for name in sorted(ours.keys() ^ theirs.keys())]
         for name in ours.keys() & theirs.keys():
             a, b = ours[name], theirs[name]
-            if (a is None) != (b is None) or (a is not None and not same_bits(a, b)):
+            if (a is None) != (b is None) or (a is not None and not training.same_bits(a, b)):
                 found.append(f"{kind}: {name}")
     return found

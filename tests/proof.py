@@ -21,14 +21,7 @@ from collections.abc import Iterable
 from offload.planning.layout import Place, Plan
 from offload.program.ops import FACTOR, Phase, Program, Use, Value, Verb, cells
 from offload.program.schedule import Scoreboard, Task
-from offload.program.verify import (
-    ProgramError,
-    misfit,
-    misread,
-    op_text,
-    place_text,
-    value_text,
-)
+from offload.program.verify import ProgramError, misfit, misread, op_text, place_text, value_text
 
 _ACCUMULATED = ("forward", "backward_first", "forward", "backward_next", "forward", "backward_next")
 _STEP = ("forward", "backward_first", "norm", "update")

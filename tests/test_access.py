@@ -17,17 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from offload.model.parameter import OffloadedParameter
-from tests.training import (
-    RESIDENT,
-    Net,
-    Run,
-    attached,
-    batch,
-    fp32,
-    plain,
-    same_bits,
-    some_fast,
-)
+from tests.training import RESIDENT, Net, Run, attached, batch, fp32, plain, same_bits, some_fast
 
 CPU, NVME = ("cpu", "cpu", "cpu"), ("nvme", "nvme", "nvme")
 

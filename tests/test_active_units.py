@@ -23,28 +23,11 @@ from offload.planning import planner
 from offload.planning.layout import Plan, lay_out
 from offload.planning.profile import StateChoice
 from offload.program.ops import Lane, Op, Verb
+from tests import training
 from tests.paced_loops import Least, Loop, use_one_block_inside_another
 from tests.small import config
 from tests.structures import STRUCTURES
-from tests.training import (
-    RESIDENT,
-    VOCABULARY,
-    Net,
-    Run,
-    as_in_plain_torch,
-    assert_same,
-    attached,
-    batch,
-    config_of,
-    fp32,
-    in_turn,
-    loss_of,
-    plain,
-    same_bits,
-    smallest_budgets,
-    train,
-    train_alone,
-)
+from tests.training import VOCABULARY, Net, Run, attached, batch, config_of, fp32, plain, same_bits
 
 CPU, NVME = ("cpu", "cpu", "cpu"), ("nvme", "nvme", "nvme")
 WIDTH = 8
@@ -132,9 +115,9 @@ def cut_backward(run: Run, number: int) -> None:
 LOOPS = {one.__name__: one for one in (called_by_hand, edited_between_parts, cut_backward)}
 
 
-@pytest.mark.parametrize(("loop", "placement"), in_turn(LOOPS, [CPU, NVME]))
+@pytest.mark.parametrize(("loop", "placement"), training.in_turn(LOOPS, [CPU, NVME]))
 def test_the_bits_of_plain_torch(loop: str, placement: Any, tmp_path: Path) -> None:
-    as_in_plain_torch(LOOPS[loop], placement, tmp_path, **fp32(build=Tied))
+    training.as_in_plain_torch(LOOPS[loop], placement, tmp_path, **fp32(build=Tied))
 
 
 @dataclass
@@ -255,7 +238,7 @@ def test_beside_the_slot_a_unit_waits_for_its_update(
 
     monkeypatch.setattr(planner, "lay_out", with_slots)
     build = partial(Least, tied=False, checkpointed=False)
-    with attached(RESIDENT, tmp_path, build=build) as run:
+    with attached(training.RESIDENT, tmp_path, build=build) as run:
         expected = seen_beside_the_slot(run)
         last = [one.name for one in run.engine.plan.profile.units].index("blocks.2")
     late = list[Op]()
@@ -266,7 +249,7 @@ def test_beside_the_slot_a_unit_waits_for_its_update(
         late.append(op)
         return since + 0.2
 
-    budgets = smallest_budgets(CPU, tmp_path, build=build)
+    budgets = training.smallest_budgets(CPU, tmp_path, build=build)
     with attached(CPU, tmp_path, build=build, pace=pace, **budgets) as run:
         found = seen_beside_the_slot(run)
     assert late
@@ -286,7 +269,7 @@ def test_what_a_backward_has_behind_it_keeps_no_slot(
 
     monkeypatch.setattr(ActiveUnits, "release_stayed", looked)
     options = fp32(build=partial(Net, checkpointed=True, reentrant=True))
-    as_in_plain_torch(plain, ("nvme", "cpu", "cpu"), tmp_path, **options)
+    training.as_in_plain_torch(plain, ("nvme", "cpu", "cpu"), tmp_path, **options)
     assert kept
     assert not any(kept)
 
@@ -364,7 +347,7 @@ def test_whoever_calls_the_engine_in_a_backward_keeps_the_others_out(
     """Where a module's output has left the device its node is the caller's, beside the others."""
     build = partial(Net, checkpointed=True, tied=True)
     with attached(CPU, tmp_path, build=build) as run:
-        loss = loss_of(run.model, batch(run.generator))
+        loss = training.loss_of(run.model, batch(run.generator))
         alone: dict[str, list[bool]] = {}
 
         def entered(name: str, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -445,9 +428,11 @@ def test_an_embedding_that_a_backward_recomputes_waits_for_its_fetch(tmp_path: P
     def pace(op: Op, since: float) -> float:
         return since + 0.01 * (op.lane in (Lane.H2D, Lane.DISK))
 
-    expected = train_alone(plain, build=Recomputed)
+    expected = training.train_alone(plain, build=Recomputed)
     for placement in (("cpu", "cpu", "cpu"), ("nvme", "cpu", "cpu")):
-        assert_same(train(placement, tmp_path, plain, build=Recomputed, pace=pace), expected)
+        training.assert_same(
+            training.train(placement, tmp_path, plain, build=Recomputed, pace=pace), expected
+        )
 
 
 def test_a_backward_that_raised_elsewhere_is_over_once_it_is_forgotten(

@@ -21,16 +21,8 @@ from cpu_adam.checks import GRADIENT_DTYPES
 from cpu_adam.hyper import Hyper
 from cpu_adam.native import UpdateTable
 from cpu_adam.spans import Span
-from tests.adam_states import (
-    VARIANTS,
-    State,
-    assert_same,
-    assert_same_state,
-    hyper,
-    hyper_of,
-    special,
-    told,
-)
+from tests import adam_states
+from tests.adam_states import State, assert_same, assert_same_state, hyper, hyper_of, special, told
 
 COMPILED = [name for name in choice.available() if name != "python"]
 PIECE = 32 * 1024
@@ -68,7 +60,9 @@ def assert_updates_as_the_reference(state: State, by: Any, **options: Any) -> No
 def test_update_is_the_reference(name: str, dtype: torch.dtype, turn: int) -> None:
     """Half of the options in the fast tier: of them and the dtype, all meet but one at a time."""
     all_options = itertools.product(
-        enumerate(VARIANTS[FORMATS[name].rule]), (False, True), enumerate((1.0, 0.37, float("nan")))
+        enumerate(adam_states.VARIANTS[FORMATS[name].rule]),
+        (False, True),
+        enumerate((1.0, 0.37, float("nan"))),
     )
     turn += GRADIENT_DTYPES.index(dtype)
     options = (

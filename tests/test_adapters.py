@@ -102,7 +102,7 @@ def test_an_adapter_on_a_streamed_base_is_saved_alone(base: Path, tmp_path: Path
     assert set(read) == {"weight"}  # None that is frozen, and no state.
     assert sum(one.nbytes for one in adapter.values()) <= read["weight"] < weights / 5
     assert sorted(os.listdir(tmp_path / "adapter")) == [
-        *("README.md", "adapter_config.json", "adapter_model.safetensors"),
+        *("README.md", "adapter_config.json", "adapter_model.safetensors")
     ]
     with counted() as read:
         model.state_dict()

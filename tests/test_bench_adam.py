@@ -17,13 +17,7 @@ from offload.cli.bench_adam import Adam
 from tests.command import assert_refused, run
 
 TINY = ["bench", "adam", "--elements", "8Ki", "--seconds", "0"]
-FLAGS = [
-    "--json",
-    "--no-json",
-    "--elements",
-    "--formats",
-    "--seconds",
-]
+FLAGS = ["--json", "--no-json", "--elements", "--formats", "--seconds"]
 
 
 @pytest.fixture(autouse=True)

@@ -16,23 +16,10 @@ from typing import Any
 
 import pytest
 
+from tests import durable_runs
 from tests.command import SHORT
 from tests.command import run as run_command
-from tests.durable_runs import (
-    HANGS_S,
-    Loop,
-    Told,
-    check_error,
-    committed,
-    from_save,
-    lines,
-    nothing,
-    program,
-    started,
-    told_by,
-    whole,
-    wide,
-)
+from tests.durable_runs import HANGS_S, Loop, Told, from_save, program, started, told_by, whole
 from tests.mounts import device_of, fill, in_mounts, mounted, needs, repair
 from tests.test_durable import CPU, NVME
 from tests.training import some_fast
@@ -50,10 +37,10 @@ def stopped(act: Callable[[], object], where: Path, *codes: int) -> list[list[st
         try:
             act()
         except Exception as raised:
-            print("failed", check_error(raised, where, *codes), flush=True)
+            print("failed", durable_runs.check_error(raised, where, *codes), flush=True)
 
     child = started(tried)
-    found = [*lines(child)]
+    found = [*durable_runs.lines(child)]
     _, errors = child.communicate()
     assert (child.returncode, errors) == (0, ""), errors
     assert found[-1][0] == "failed", found[-1]
@@ -151,7 +138,7 @@ def test_one_drive_of_two_that_fails(
         drives, under = [tmp_path / "drive0", tmp_path / "drive1"], tmp_path / "under"
         for one in (*drives, under):
             one.mkdir()
-        loop, image = Loop(steps=8, build=wide), under / "image"
+        loop, image = Loop(steps=8, build=durable_runs.wide), under / "image"
 
         def heal() -> None:
             (under / "filler").unlink()
@@ -227,7 +214,7 @@ def test_a_command_that_trains_ends_in_time_and_goes_on(tmp_path: Path) -> None:
             assert "No space left on device" in errors
             assert "Traceback" not in errors
             (broken / "filler").unlink()
-            kept, before = committed(broken), losses([*found, *out.splitlines()])
+            kept, before = durable_runs.committed(broken), losses([*found, *out.splitlines()])
             assert kept >= len(before) - 1
             assert before[:kept] + ends(broken, kept + 2) == ends(whole, kept + 2)
 
@@ -261,7 +248,7 @@ def test_files_that_somebody_deletes_are_missed_at_the_next_commit(
         told = told.after(line)
     assert told.begun in (2, 3)
     assert told_by(partial(from_save, CPU, tmp_path, LOOP))[-1][1] == whole(LOOP).digest
-    stopped(partial(act, nothing), tmp_path, errno.ENOENT, errno.EIO)
+    stopped(partial(act, durable_runs.nothing), tmp_path, errno.ENOENT, errno.EIO)
 
 
 @pytest.mark.slow

@@ -22,17 +22,9 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from offload.model import snapshots
 from offload.model.snapshots import Snapshots
 from offload.runtime.memory import mapped
+from tests import training
 from tests.forked import Forked, anew
-from tests.training import (
-    Net,
-    Run,
-    as_in_plain_torch,
-    attached,
-    fp32,
-    plain,
-    same_bits,
-    train_alone,
-)
+from tests.training import Net, Run, as_in_plain_torch, attached, fp32, plain, same_bits
 
 PLACEMENT = ("cpu", "nvme", "cpu")
 ROOM = 40_000
@@ -303,7 +295,7 @@ def truth() -> list[torch.Tensor]:
         found[:] = [one.clone() for one in grads(run)]
         run.step()
 
-    train_alone(second, steps=2, dtype=torch.float32)
+    training.train_alone(second, steps=2, dtype=torch.float32)
     return found
 
 

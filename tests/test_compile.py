@@ -12,16 +12,7 @@ import torch
 
 import offload
 from tests.small import MIXED, adamw, config, small, tokens, torch_step
-from tests.training import (
-    Run,
-    alone,
-    as_in_plain_torch,
-    fp32,
-    loss_of,
-    plain,
-    same_bits,
-    some_fast,
-)
+from tests.training import Run, alone, as_in_plain_torch, fp32, loss_of, plain, same_bits, some_fast
 
 
 def _blocks(model: Any, backend: str) -> Any:

@@ -22,21 +22,10 @@ from torch.utils.data import DataLoader, Dataset
 
 import offload
 from offload.model.passes import Passes
+from tests import training
 from tests.faults import in_child
 from tests.small import adamw, config, small, tokens
-from tests.training import (
-    RESIDENT,
-    Net,
-    Run,
-    alone,
-    as_in_plain_torch,
-    attached,
-    fp32,
-    loss_of,
-    plain,
-    same_bits,
-    some_fast,
-)
+from tests.training import Net, Run, as_in_plain_torch, attached, fp32, plain, same_bits, some_fast
 
 CPU = ("cpu", "cpu", "cpu")
 NVME = ("nvme", "nvme", "nvme")
@@ -129,7 +118,9 @@ def averaged_weights_swapped_by_reference(run: Run, number: int) -> None:
         parameter.data = backup[name]
 
 
-@pytest.mark.parametrize("placement", some_fast([MIXED, *STREAMED[:2], RESIDENT]), ids="-".join)
+@pytest.mark.parametrize(
+    "placement", some_fast([MIXED, *STREAMED[:2], training.RESIDENT]), ids="-".join
+)
 def test_averaged_weights_may_be_swapped_in_and_out(placement: Any, tmp_path: Path) -> None:
     as_in_plain_torch(averaged_weights_swapped_by_reference, placement, tmp_path, **fp32())
 
@@ -300,7 +291,7 @@ def test_workers_of_a_loader_that_fork_change_no_bit(tmp_path: Path) -> None:
             for batch in DataLoader(
                 Tokens(), 2, num_workers=workers, multiprocessing_context=context
             ):
-                loss = loss_of(run.model, batch)
+                loss = training.loss_of(run.model, batch)
                 loss.backward()
                 run.step()
                 run.losses.append(loss.item())
@@ -438,19 +429,19 @@ def test_ranks_that_reduce_gradients_themselves_are_refused(tmp_path: Path, one_
 # -- detach --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("placement", [RESIDENT, *STREAMED], ids="-".join)
+@pytest.mark.parametrize("placement", [training.RESIDENT, *STREAMED], ids="-".join)
 def test_detach_gives_plain_parameters_and_the_users_own_optimizer_back(
     placement: Any, tmp_path: Path
 ) -> None:
     ours, theirs = small(), small()
-    mine, other = alone(adamw(ours)), alone(adamw(theirs))
+    mine, other = training.alone(adamw(ours)), training.alone(adamw(theirs))
     _, optimizer = offload.attach(ours, mine, config(placement, tmp_path))
     for step in range(4):
         if step == 2:
             assert offload.detach(ours) == (ours, mine)
             assert all(type(p) is nn.Parameter for p in ours.parameters())
         for model, stepped in ((ours, optimizer if step < 2 else mine), (theirs, other)):
-            loss_of(model, tokens(step)).backward()
+            training.loss_of(model, tokens(step)).backward()
             stepped.step()
             stepped.zero_grad()
     for one, wanted in zip(ours.parameters(), theirs.parameters()):

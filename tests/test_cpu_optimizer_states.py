@@ -23,17 +23,8 @@ from torch.distributed.checkpoint.state_dict import (
 import cpu_adam
 from cpu_adam import CPUSGD, CPUAdam
 from cpu_adam.torch_state import to_plain
-from tests.optimizers import (
-    OURS,
-    assert_near,
-    assert_same,
-    contiguous,
-    every_optimizer,
-    parameters,
-    run,
-    set_gradients,
-    tensors_of,
-)
+from tests import optimizers as helpers
+from tests.optimizers import OURS, assert_near, assert_same, contiguous, parameters, run, tensors_of
 
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
@@ -123,7 +114,7 @@ def test_own_round_trip_is_exact(kind: str, dtype: torch.dtype, way: str) -> Non
     assert_same(tensors_of(other), tensors_of(optimizer))
 
 
-@every_optimizer
+@helpers.every_optimizer
 @pytest.mark.parametrize("model_first", [False, True])
 def test_the_order_of_loading_does_not_matter(kind: str, model_first: bool) -> None:
     """A model loaded after its optimizer keeps the masters of the checkpoint."""
@@ -160,7 +151,7 @@ def test_a_step_is_that_of_the_update(states: str) -> None:
         views = cpu_adam.views(record, format, p.numel())
         records.append((p, p.detach().contiguous().view(-1).clone(), views))
     for step in (1, 2):
-        set_gradients([p for p, _, _ in records], step - 1)
+        helpers.set_gradients([p for p, _, _ in records], step - 1)
         for p, weight, views in records:
             assert p.grad is not None
             gradient = p.grad.reshape(-1)
@@ -291,7 +282,7 @@ def test_a_buffer_that_is_none_begins_with_the_next_gradient(build: Any, empty: 
         assert torch.equal(optimizer.state[p]["momentum_buffer"], p.grad)
 
 
-@every_optimizer
+@helpers.every_optimizer
 @every_dtype
 @pytest.mark.parametrize("flatten", [False, True])
 def test_helpers_of_distributed_checkpoints(kind: str, dtype: torch.dtype, flatten: bool) -> None:
@@ -303,14 +294,14 @@ def test_helpers_of_distributed_checkpoints(kind: str, dtype: torch.dtype, flatt
     state = copy.deepcopy(get_optimizer_state_dict(models[0], first, options=options))
     set_optimizer_state_dict(models[1], second, state, options=options)
     assert_same(tensors_of(second), tensors_of(first))
-    set_gradients(list(models[0].parameters()), 9)
-    set_gradients(list(models[1].parameters()), 9)
+    helpers.set_gradients(list(models[0].parameters()), 9)
+    helpers.set_gradients(list(models[1].parameters()), 9)
     first.step()
     second.step()
     assert_same(tensors_of(second), tensors_of(first))
 
 
-@every_optimizer
+@helpers.every_optimizer
 def test_a_refused_first_step_leaves_no_state(kind: str) -> None:
     """SGD takes its first step undampened, so it must know whether it has taken one."""
     options = {"lr": 1.0, **({"dampening": 0.5} if kind == "sgd" else {})}

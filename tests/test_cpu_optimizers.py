@@ -14,17 +14,8 @@ from torch import nn
 
 import cpu_adam
 from cpu_adam import CPUSGD, CPUAdam, CPULion, native
-from tests.optimizers import (
-    OURS,
-    assert_near,
-    assert_same,
-    contiguous,
-    every_optimizer,
-    parameters,
-    run,
-    set_gradients,
-    tensors_of,
-)
+from tests import optimizers as helpers
+from tests.optimizers import OURS, assert_same, every_optimizer, parameters, run, set_gradients
 
 
 @pytest.mark.parametrize("implementation", [{}, {"foreach": True}, {"fused": True}])
@@ -44,10 +35,10 @@ def test_adam_equals_torch(
     torch_class = torch.optim.AdamW if decoupled else torch.optim.Adam
     options = {"weight_decay": 0.01, **options}
     # torch's fused kernel reads a strided gradient in the order in which it lies in memory.
-    params = contiguous(parameters()) if implementation.get("fused") else parameters()
+    params = helpers.contiguous(parameters()) if implementation.get("fused") else parameters()
     theirs = run(torch_class(params, **options, **implementation), 10)
     mine = run(CPUAdam(parameters(), decoupled_weight_decay=decoupled, **options), 10)
-    assert_near(mine, theirs, options.get("lr", 1e-3), 10)
+    helpers.assert_near(mine, theirs, options.get("lr", 1e-3), 10)
 
 
 @pytest.mark.parametrize("implementation", [{}, {"foreach": True}, {"fused": True}])
@@ -62,10 +53,10 @@ def test_adam_equals_torch(
     ],
 )
 def test_sgd_equals_torch(options: dict[str, Any], implementation: dict[str, Any]) -> None:
-    params = contiguous(parameters()) if implementation.get("fused") else parameters()
+    params = helpers.contiguous(parameters()) if implementation.get("fused") else parameters()
     theirs = run(torch.optim.SGD(params, lr=1e-2, **options, **implementation), 10)
     mine = run(CPUSGD(parameters(), lr=1e-2, **options), 10)
-    assert_near(mine, theirs, 1.0, 10)
+    helpers.assert_near(mine, theirs, 1.0, 10)
 
 
 def test_lion_equals_its_paper() -> None:
@@ -79,7 +70,7 @@ def test_lion_equals_its_paper() -> None:
             direction = (0.9 * m + (1 - 0.9) * p.grad).sign()
             p.data = p.data * (1 - 1e-2 * 0.1) - 1e-2 * direction
             m.mul_(0.99).add_((1 - 0.99) * p.grad)
-    assert_near(mine, [p.detach() for p in params], 1e-2, 10)
+    helpers.assert_near(mine, [p.detach() for p in params], 1e-2, 10)
 
 
 @given(
@@ -92,7 +83,7 @@ def test_lion_equals_its_paper() -> None:
 def test_first_step_equals_torch_for_any_hyper_parameters(lr: float, **options: Any) -> None:
     theirs = run(torch.optim.AdamW(parameters(), lr=lr, **options), 1)
     mine = run(CPUAdam(parameters(), lr=lr, **options), 1)
-    assert_near(mine, theirs, lr, 1)
+    helpers.assert_near(mine, theirs, lr, 1)
 
 
 @every_optimizer
@@ -135,7 +126,7 @@ def test_a_group_added_later_starts_at_its_first_step() -> None:
     run(theirs, 3)
     mine.add_param_group({"params": params[4:], "lr": 0.1})
     theirs.add_param_group({"params": twins[4:], "lr": 0.1})
-    assert_near(run(mine, 3, 3), run(theirs, 3, 3), 0.1, 6)
+    helpers.assert_near(run(mine, 3, 3), run(theirs, 3, 3), 0.1, 6)
     assert float(mine.state[params[0]]["step"]) == 6
     assert float(mine.state[params[-1]]["step"]) == 3
 
@@ -157,7 +148,7 @@ def test_schedulers_and_tensor_lr(tensor: bool) -> None:
             run(optimizer, 1, step)
             scheduler.step()
         results.append([p.detach() for p in optimizer.param_groups[0]["params"]])
-    assert_near(results[1], results[0], 0.1, 8)
+    helpers.assert_near(results[1], results[0], 0.1, 8)
 
 
 @every_optimizer
@@ -209,7 +200,7 @@ def test_gradients_that_come_and_go_count_their_own_steps() -> None:
             for p in mine[step % 3 :: 3]:
                 p.grad = None
             optimizer.step()
-    assert_near([p.detach() for p in params], [p.detach() for p in twins], 1e-3, 6)
+    helpers.assert_near([p.detach() for p in params], [p.detach() for p in twins], 1e-3, 6)
 
 
 # What is refused.
@@ -264,7 +255,7 @@ def test_a_refused_step_changes_nothing(kind: str) -> None:
     params = parameters()
     optimizer = OURS[kind](params)
     run(optimizer, 2)
-    before = [x.clone() for x in tensors_of(optimizer)]
+    before = [x.clone() for x in helpers.tensors_of(optimizer)]
     params[3].grad = torch.eye(3, 5).to_sparse()
     with pytest.raises(ValueError, match=r"dense gradient.*SparseAdam"):
         optimizer.step()
@@ -272,7 +263,7 @@ def test_a_refused_step_changes_nothing(kind: str) -> None:
     optimizer.param_groups[0]["lr"] = float("nan")
     with pytest.raises(ValueError, match="lr=nan"):
         optimizer.step()
-    assert_same(tensors_of(optimizer), before)
+    assert_same(helpers.tensors_of(optimizer), before)
 
 
 # Memory.
@@ -312,7 +303,7 @@ def test_layouts_of_gradients_do_not_matter(kind: str) -> None:
             for p, x in zip(params, layouts):
                 p.grad = change(x)
             optimizer.step()
-        results.append(tensors_of(optimizer))
+        results.append(helpers.tensors_of(optimizer))
     assert_same(*results)
 
 
@@ -366,7 +357,7 @@ def test_tensors_that_are_replaced_are_seen(kind: str, dtype: torch.dtype) -> No
             moved.state[p][key] = kept[-1].clone()
             kept[-1].fill_(7)
     run(moved, 2, 2)
-    assert_same(tensors_of(moved), tensors_of(plain))
+    assert_same(helpers.tensors_of(moved), helpers.tensors_of(plain))
     assert all(torch.all(x == 7) for x in kept)
 
 
@@ -436,7 +427,7 @@ def test_grad_scaler(kind: str, unscale: bool) -> None:
         scaler.step(optimizer)
         scaler.update()
     assert optimizer.skipped_steps == 1
-    assert_same(tensors_of(optimizer), tensors_of(plain))
+    assert_same(helpers.tensors_of(optimizer), helpers.tensors_of(plain))
 
 
 def test_every_counterpart_of_torch_has_its_arguments_here() -> None:

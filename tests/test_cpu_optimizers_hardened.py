@@ -16,18 +16,8 @@ from torch import Tensor, nn
 
 import cpu_adam
 from cpu_adam import CPUAdam
-from tests.optimizers import (
-    FOUR_PARTS,
-    OURS,
-    assert_same,
-    contiguous,
-    every_optimizer,
-    freed,
-    parameters,
-    run,
-    set_gradients,
-    tensors_of,
-)
+from tests import optimizers
+from tests.optimizers import FOUR_PARTS, OURS, assert_same, every_optimizer, freed, run, tensors_of
 
 
 def stepped(*shape: int, build: Any = CPUAdam, **options: Any) -> tuple[nn.Parameter, Any]:
@@ -121,7 +111,9 @@ def _short(p: nn.Parameter) -> None:
 def test_a_gradient_that_does_not_fit_changes_nothing(
     kind: str, spoil: Callable[[nn.Parameter], None]
 ) -> None:
-    params = contiguous([*parameters(), *parameters(torch.bfloat16)])
+    params = optimizers.contiguous(
+        [*optimizers.parameters(), *optimizers.parameters(torch.bfloat16)]
+    )
     optimizer = OURS[kind](params)
     run(optimizer, 2)
     before = [x.clone() for x in tensors_of(optimizer)]
@@ -232,10 +224,13 @@ def test_a_damaged_checkpoint_is_refused_whole(key: str, wrong: Any, states: str
 @every_optimizer
 def test_the_default_device_of_torch_is_not_ours(kind: str) -> None:
     """A script may set it: what a step makes for itself is where the parameters are."""
-    plain, other = OURS[kind](parameters(torch.bfloat16)), OURS[kind](parameters(torch.bfloat16))
+    plain, other = (
+        OURS[kind](optimizers.parameters(torch.bfloat16)),
+        OURS[kind](optimizers.parameters(torch.bfloat16)),
+    )
     run(plain, 2)
     for step in range(2):
-        set_gradients(other.param_groups[0]["params"], step)
+        optimizers.set_gradients(other.param_groups[0]["params"], step)
         with torch.device("meta"):
             other.step()
             other.load_state_dict(other.state_dict())

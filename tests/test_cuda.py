@@ -23,22 +23,10 @@ from offload.planning.layout import allocator_bytes
 from offload.runtime import device as driver
 from offload.runtime.device import Accelerator, PinError, compute_device
 from offload.runtime.memory import host_tensor
+from tests import training
 from tests.adam_states import VARIANTS, State, hyper_of
 from tests.adam_states import assert_same as assert_same_numbers
-from tests.training import (
-    ALL_PLACEMENTS,
-    RESIDENT,
-    Net,
-    Result,
-    Run,
-    assert_same,
-    attached,
-    batch,
-    loss_of,
-    plain,
-    train,
-    trained,
-)
+from tests.training import RESIDENT, Net, Run, assert_same, attached, batch, loss_of, plain, train
 
 needs_cuda = [
     pytest.mark.cuda,
@@ -73,13 +61,13 @@ def accumulating(run: Run, number: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def resident(tmp_path_factory: pytest.TempPathFactory) -> Result:
+def resident(tmp_path_factory: pytest.TempPathFactory) -> training.Result:
     return train(RESIDENT, tmp_path_factory.mktemp("resident"), accumulating, build=tied)
 
 
-@pytest.mark.parametrize("placement", ALL_PLACEMENTS, ids="-".join)
+@pytest.mark.parametrize("placement", training.ALL_PLACEMENTS, ids="-".join)
 def test_tied_weights_and_accumulation_in_every_placement(
-    placement: tuple[str, str, str], resident: Result, tmp_path: Path
+    placement: tuple[str, str, str], resident: training.Result, tmp_path: Path
 ) -> None:
     assert_same(train(placement, tmp_path, accumulating, build=tied), resident)
 
@@ -301,7 +289,7 @@ def test_pageable_memory_trains_to_the_same_bits(
     monkeypatch.setattr(driver.Accelerator, "pin", failing)
     with attached(MIXED, tmp_path) as run:
         assert any("injected" in notice for notice in run.engine.notices)
-        assert_same(trained(run), expected)
+        assert_same(training.trained(run), expected)
 
 
 @pytest.mark.parametrize("states", ["auto", "cpu", "nvme"])

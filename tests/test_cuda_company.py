@@ -16,21 +16,12 @@ from torch.utils.data import DataLoader
 
 import offload
 from offload.program.ops import Op, Verb
+from tests import training
 from tests.faults import in_child
 from tests.test_attachment import fail_half_way
 from tests.test_contract import Tokens
 from tests.test_cuda import CPU_TIER, MIXED, device, needs_cuda
-from tests.training import (
-    RESIDENT,
-    assert_same,
-    attached,
-    batch,
-    loss_of,
-    plain,
-    result_of,
-    train,
-    trained,
-)
+from tests.training import RESIDENT, assert_same, attached, batch, loss_of, plain, result_of, train
 
 pytestmark = needs_cuda
 
@@ -204,7 +195,7 @@ def test_the_second_device_alone_is_used(placement: tuple[str, str, str], tmp_pa
     with torch.cuda.device(1):
         run_here = attached(placement, tmp_path)
         run = run_here.__enter__()
-    found = trained(run)
+    found = training.trained(run)
     assert {value.device.index for value in found.weights.values()} == {1}
     closing = threading.Thread(target=run.engine.close)
     closing.start()

@@ -17,10 +17,7 @@ from tests import test_durable, test_exact, test_loops, test_saving
 from tests.test_cuda import CPU_TIER, device, needs_cuda
 from tests.training import RESIDENT, SAMPLED, Result, assert_same, batch, train
 
-pytestmark = [
-    *needs_cuda,
-    pytest.mark.filterwarnings("ignore:Detected call of:UserWarning"),
-]
+pytestmark = [*needs_cuda, pytest.mark.filterwarnings("ignore:Detected call of:UserWarning")]
 
 LOOPS: dict[str, tuple[Any, dict[str, Any]]] = {
     **test_exact.CASES,

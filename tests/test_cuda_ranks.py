@@ -7,19 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.ranks import (
-    KINDS,
-    WAYS,
-    How,
-    World,
-    assert_as_one,
-    digest,
-    joined,
-    one_process,
-    same,
-    way_of,
-    world_of,
-)
+from tests import ranks
+from tests.ranks import KINDS, WAYS, How, World, assert_as_one, digest, joined, way_of, world_of
 from tests.test_cuda import needs_cuda
 
 pytestmark = needs_cuda
@@ -59,7 +48,7 @@ def test_streams_that_are_late_change_no_bit(two: World) -> None:
 @pytest.mark.parametrize("job", ["diverge", "clip", "touch"])
 def test_what_ranks_do_beside_training(pair: World, job: str) -> None:
     how = How("unused" if job == "diverge" else "plain")
-    assert same(pair.run(job, how), pair.run(job, how))
+    assert ranks.same(pair.run(job, how), pair.run(job, how))
 
 
 def test_saved_by_two_ranks_and_continued(two: World, tmp_path: Path) -> None:
@@ -88,4 +77,4 @@ def test_over_nccl_in_every_placement(
 def test_over_nccl_with_streams_that_are_late(one: World) -> None:
     how = How("tied", config={"params": "cpu"})
     (found,) = one.run("alone", "nccl", "late", how, 40)
-    assert set(found) == {digest(one_process(how, 1).values)}
+    assert set(found) == {digest(ranks.one_process(how, 1).values)}

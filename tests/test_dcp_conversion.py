@@ -18,11 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import offload
 from benchmarks.deepspeed_checkpoints import Net, optimizer_of
@@ -65,10 +61,7 @@ def plain_run(folder: Path, kind: Any = torch.optim.AdamW, partial: bool = False
     planner = dcp.DefaultLoadPlanner(allow_partial_load=partial)
     dcp.load(state, checkpoint_id=folder, planner=planner)
     set_state_dict(
-        model,
-        optimizer,
-        model_state_dict=state["model"],
-        optim_state_dict=state["optimizer"],
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
     )
     return model, optimizer
 

@@ -13,24 +13,9 @@ import torch
 from benchmarks.gpu import make_ptx
 from cpu_adam import FORMATS, Part, choice, native, reference
 from cpu_adam.checks import GRADIENT_DTYPES
-from tests.adam_states import (
-    VARIANTS,
-    State,
-    assert_same,
-    assert_same_state,
-    hyper_of,
-    special,
-    told,
-)
-from tests.device_build import (
-    OPERATIONS,
-    ROWS,
-    TABLE,
-    Blocks,
-    Launches,
-    blocks_of,
-    on_the_cpu,
-)
+from tests import adam_states
+from tests.adam_states import VARIANTS, State, assert_same, assert_same_state, hyper_of, special
+from tests.device_build import OPERATIONS, ROWS, TABLE, Blocks, Launches, blocks_of, on_the_cpu
 from tests.ptx import Program
 from tests.stand_in import kernels
 from tests.training import in_turn, some_fast, some_rows_fast
@@ -60,7 +45,7 @@ def assert_updates_as_the_reference(
 ) -> State:
     want, before = state.clone(), len(launcher.launched)
     want.update(reference, by, **options)
-    with on_the_cpu(launcher), told(options):
+    with on_the_cpu(launcher), adam_states.told(options):
         state.update(native, by, **options)
         assert_same_state(state, want)
     assert [entry for entry, _ in launcher.launched[before:]] == [state.format.name]

@@ -109,10 +109,7 @@ def test_more_device_memory_is_hardly_ever_slower_and_often_faster(
 
     def step(gigabytes: int) -> float:
         config = Config(
-            device_memory=gigabytes * 10**9,
-            cpu_memory="1TiB",
-            max_grad_norm=clip,
-            micro_batches=1,
+            device_memory=gigabytes * 10**9, cpu_memory="1TiB", max_grad_norm=clip, micro_batches=1
         )
         program = compile_program(plan(profile_of(units), config, H100))
         early = clip is None

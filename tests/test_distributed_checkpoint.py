@@ -40,10 +40,7 @@ def take_by_number(run: Run, state: dict[str, Any]) -> None:
 
 def take_by_name(run: Run, state: dict[str, Any]) -> None:
     set_state_dict(
-        run.model,
-        run.optimizer,
-        model_state_dict=state["model"],
-        optim_state_dict=state["optim"],
+        run.model, run.optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"]
     )
 
 

@@ -22,26 +22,11 @@ import offload
 from offload.model.engine import NoCommits
 from offload.planning import planner
 from offload.runtime.store import Store
+from tests import training
 from tests.command import SHORT
 from tests.command import run as run_command
 from tests.test_saving import buffered, lion, sgd
-from tests.training import (
-    RESIDENT,
-    Net,
-    Result,
-    Run,
-    assert_same,
-    attached,
-    batch,
-    config_of,
-    frozen,
-    in_turn,
-    plain,
-    result_of,
-    round_about,
-    some_fast,
-    some_rows_fast,
-)
+from tests.training import RESIDENT, Net, Run, assert_same, attached, frozen, plain, result_of
 
 CPU, NVME = ("cpu", "cpu", "cpu"), ("nvme", "nvme", "nvme")
 PLACES = [RESIDENT, CPU, NVME, ("device", "cpu", "nvme"), ("device", "device", "nvme")]
@@ -74,7 +59,7 @@ def steps(run: Run, count: int) -> None:
     at = run.generator.get_state()
 
 
-@pytest.mark.parametrize(("before", "after"), round_about(PLACES))
+@pytest.mark.parametrize(("before", "after"), training.round_about(PLACES))
 def test_a_run_goes_on_from_what_was_committed(
     before: Any, after: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,7 +113,7 @@ def test_a_copy_of_the_model_commits_nothing_and_one_that_was_refused_has_no_hoo
         copies = [copy.deepcopy(run.model), pickle.loads(pickle.dumps(run.model))]
         steps(run, 1)
         for one in copies:
-            one(batch(run.generator)[0]).sum().backward()
+            one(training.batch(run.generator)[0]).sum().backward()
     built: list[Any] = []
     with (
         pytest.raises(ValueError, match="found other tensors"),
@@ -185,7 +170,8 @@ LOOPS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(
-    ("name", "placement"), in_turn(LOOPS, [RESIDENT, CPU, ("device", "device", "nvme"), NVME])
+    ("name", "placement"),
+    training.in_turn(LOOPS, [RESIDENT, CPU, ("device", "device", "nvme"), NVME]),
 )
 def test_what_a_loop_did_is_committed_when_the_next_forward_begins(
     name: str, placement: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -229,7 +215,11 @@ def killed_now(run: Run) -> None:
 
 
 def assert_committed(
-    expected: Result, placement: Any, directory: Path, at: int | None = None, **options: Any
+    expected: training.Result,
+    placement: Any,
+    directory: Path,
+    at: int | None = None,
+    **options: Any,
 ) -> None:
     """A run that goes on has what was left of the one before, and is at that step."""
     with durable(placement, directory, **options) as run:
@@ -354,7 +344,7 @@ def test_a_loop_that_calls_parts_of_a_model_commits(placement: Any, tmp_path: Pa
     def parts(run: Run) -> None:
         net: Any = run.model
         with torch.no_grad():
-            x = net.embed(batch(run.generator))
+            x = net.embed(training.batch(run.generator))
         for block in net.blocks:
             x = block(x)
         net.head(net.norm(x)).float().square().mean().backward()
@@ -393,7 +383,7 @@ def few(run: Run, number: int) -> None:
 
 @pytest.mark.parametrize(
     ("durably", "after"),
-    some_rows_fast(
+    training.some_rows_fast(
         [
             (True, CPU),
             (False, ("nvme", "cpu", "nvme")),
@@ -427,7 +417,7 @@ def test_compact_states_are_the_very_records(durably: bool, after: Any, tmp_path
         assert_same(result_of(run), expected)
 
 
-@pytest.mark.parametrize("case", some_fast([(0, 1), (0, 0), (1, 0)]))
+@pytest.mark.parametrize("case", training.some_fast([(0, 1), (0, 0), (1, 0)]))
 def test_a_program_that_comes_to_its_end_commits_its_last_step(
     case: tuple[int, int], tmp_path: Path
 ) -> None:
@@ -460,7 +450,7 @@ assert not {fails}
 def trained(directory: Path) -> tuple[Any, Any]:
     """A step of a program that closes nothing."""
     model = Net().bfloat16()
-    config = config_of(CPU, (), durable=str(directory / "run"), commit_every=1)
+    config = training.config_of(CPU, (), durable=str(directory / "run"), commit_every=1)
     made = offload.attach(model, torch.optim.AdamW(model.parameters()), config)
     run = Run(*made, torch.Generator())
     plain(run, 0)

@@ -25,18 +25,11 @@ from offload.checkpoint import commits
 from offload.checkpoint.commit_reader import CommitReader, PartReader, read_commit, record_files
 from offload.planning import machine
 from offload.runtime.entry import EngineError
+from tests import test_hostile
 from tests.command import run as run_command
 from tests.forked import fork, wait
 from tests.test_durable import CPU, NVME, durable, go_on, steps
-from tests.test_hostile import (
-    MUTATIONS,
-    changed,
-    damaged,
-    is_refused,
-    little_memory,
-    overwrite,
-    sealed,
-)
+from tests.test_hostile import MUTATIONS, changed, damaged, is_refused, little_memory, overwrite
 from tests.test_saving import buffered, sgd
 from tests.training import Net, assert_same, frozen, plain, result_of, some_fast, some_rows_fast
 
@@ -405,7 +398,10 @@ def test_mutated_commits_are_refused_in_a_sentence(count: int, committed: Path) 
             content = good[file]
             inner = json.dumps(json.loads(content)["run"]).encode()
             broken = draw.random() < 0.2
-            overwrite(file, damaged(content, draw) if broken else sealed(changed(inner, draw)))
+            overwrite(
+                file,
+                damaged(content, draw) if broken else test_hostile.sealed(changed(inner, draw)),
+            )
             refused += is_refused(partial(read_all, directory), f"mutation {seed} of {file.name}")
             overwrite(file, content)
     assert refused > 0.7 * count

@@ -11,17 +11,8 @@ import pytest
 import torch
 
 from offload.model.engine import Engine
-from tests.training import (
-    Net,
-    Run,
-    accumulation,
-    assert_same,
-    attached,
-    batch,
-    plain,
-    result_of,
-    two_micro_batches,
-)
+from tests import training
+from tests.training import Net, Run, accumulation, assert_same, attached, batch, plain, result_of
 
 PLACEMENTS = [("device", "nvme", "nvme"), ("cpu", "cpu", "cpu"), ("nvme", "nvme", "cpu")]
 RUNNERS = ("native", "python")
@@ -93,7 +84,7 @@ def slept(run: Run, number: int) -> None:
 
 LOOPS: list[Callable[[Run, int], None]] = [
     plain,
-    two_micro_batches,
+    training.two_micro_batches,
     accumulation,  # A guess of the last backward is wrong every time.
     edited,
     edited_through_another_name,

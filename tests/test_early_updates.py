@@ -14,20 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import offload
 from offload.model.early_updates import EarlyUpdates, ParameterStep
-from tests.training import (
-    RESIDENT,
-    Net,
-    Regions,
-    Run,
-    as_in_plain_torch,
-    assert_same,
-    attached,
-    batch,
-    fp32,
-    plain,
-    some_fast,
-    train,
-)
+from tests import training
+from tests.training import Net, Regions, Run, as_in_plain_torch, attached, batch, plain, some_fast
 
 PLACEMENT = ("nvme", "cpu", "nvme")
 
@@ -197,10 +185,10 @@ def test_an_update_begins_when_the_backward_of_its_unit_is_over(
     shape: str, placement: tuple[str, str, str], tmp_path: Path
 ) -> None:
     build, least = SHAPES[shape]
-    early = train(placement, tmp_path, counted, build=build, micro_batches=1, steps=4)
+    early = training.train(placement, tmp_path, counted, build=build, micro_batches=1, steps=4)
     assert min(early.extra) >= least
     early.extra = []
-    assert_same(early, train(RESIDENT, tmp_path, build=build, steps=4))
+    training.assert_same(early, training.train(training.RESIDENT, tmp_path, build=build, steps=4))
 
 
 def test_with_clipping_nothing_begins_early(tmp_path: Path) -> None:
@@ -283,7 +271,7 @@ def test_a_block_that_recomputes_in_parts_is_final_after_all_of_them(tmp_path: P
         run.losses.append(loss.item())
         run.step()
 
-    options = fp32(build=UsedInPart, steps=4, micro_batches=1)
+    options = training.fp32(build=UsedInPart, steps=4, micro_batches=1)
     as_in_plain_torch(loop, ("cpu", "cpu", "cpu"), tmp_path, **options)
 
 

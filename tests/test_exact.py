@@ -13,31 +13,8 @@ import torch
 from torch import nn
 
 from cpu_adam import CPULion
-from tests.training import (
-    RESIDENT,
-    SAMPLED,
-    Net,
-    Positioned,
-    Regions,
-    Result,
-    Run,
-    accumulation,
-    assert_same,
-    batch,
-    everywhere,
-    fails,
-    fp32,
-    frozen,
-    plain,
-    second_backward,
-    smallest_budgets,
-    torch_clipping,
-    train,
-    train_alone,
-    two_losses,
-    two_micro_batches,
-    without_idle_states,
-)
+from tests import training
+from tests.training import Net, Run, accumulation, batch, fp32, plain, train, without_idle_states
 
 
 def own_clipping(run: Run, number: int) -> None:
@@ -144,12 +121,13 @@ def skipped_step(run: Run, number: int) -> None:
 
 def failed_forward(run: Run, number: int) -> None:
     run.loss().backward()
-    handle = run.model.blocks[3].register_forward_pre_hook(fails)  # type: ignore[index,union-attr]
+    blocks: Any = run.model.blocks
+    handle = blocks[3].register_forward_pre_hook(training.fails)
     with pytest.raises(ZeroDivisionError):
         run.loss()
     handle.remove()
     loss = run.loss()
-    hook = run.model.blocks[1].down.weight.register_hook(fails)  # type: ignore
+    hook = blocks[1].down.weight.register_hook(training.fails)
     with pytest.raises(ZeroDivisionError):
         loss.backward()
     hook.remove()
@@ -263,22 +241,22 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "accumulation": (accumulation, {"steps": 4}),
     "updates inside backward": (plain, {"micro_batches": 1, "steps": 4}),
     "updates inside backward, accumulation": (
-        two_micro_batches,
+        training.two_micro_batches,
         {"micro_batches": 2, "build": partial(Net, tied=True), "steps": 4},
     ),
-    "torch clipping": (torch_clipping, {}),
+    "torch clipping": (training.torch_clipping, {}),
     "own clipping": (own_clipping, {"max_grad_norm": 0.5}),
     "tied, accumulation": (accumulation, {"build": partial(Net, tied=True)}),
-    "frozen": (accumulation, {"build": frozen}),
+    "frozen": (accumulation, {"build": training.frozen}),
     "checkpointing": (accumulation, {"build": partial(Net, checkpointed=True)}),
     "checkpointing, reentrant": (
         accumulation,
         {"build": partial(Net, checkpointed=True, reentrant=True)},
     ),
-    "checkpointing, frozen": (accumulation, {"build": partial(frozen, checkpointed=True)}),
+    "checkpointing, frozen": (accumulation, {"build": partial(training.frozen, checkpointed=True)}),
     "dropout": (plain, {"build": partial(Net, dropout=0.2, checkpointed=True)}),
-    "second backward": (second_backward, {}),
-    "two losses": (two_losses, {}),
+    "second backward": (training.second_backward, {}),
+    "two losses": (training.two_losses, {}),
     "backward in another thread": (other_thread, {}),
     "evaluation": (evaluation, {}),
     "L2 term": (l2_term, fp32()),
@@ -293,12 +271,12 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
         {"build": partial(Net, checkpointed=True, reentrant=True)},
     ),
     "touched in inference mode": (touched_in_inference, fp32()),
-    "outputs that are views": (accumulation, {"build": Positioned}),
+    "outputs that are views": (accumulation, {"build": training.Positioned}),
     "blocks inside blocks": (blocks_inside_blocks, {}),
-    "checkpoints over several": (accumulation, {"build": Regions}),
+    "checkpoints over several": (accumulation, {"build": training.Regions}),
     "checkpoints over several, reentrant": (
         accumulation,
-        {"build": partial(Regions, reentrant=True)},
+        {"build": partial(training.Regions, reentrant=True)},
     ),
     "out of order": (out_of_order, {"steps": 4}),
     "skipped step": (skipped_step, {}),
@@ -322,17 +300,17 @@ SETTINGS = {"gradient_dtype", "max_grad_norm", "states"}
 
 
 @cache
-def reference(case: str, directory: str) -> Result:
+def reference(case: str, directory: str) -> training.Result:
     """The same loop in plain PyTorch, stepped by `cpu_adam`, wherever that can run it."""
     feature, options = CASES[case]
     options = {name: value for name, value in options.items() if name != "micro_batches"}
     if SETTINGS & options.keys():
-        return without_idle_states(train(RESIDENT, directory, feature, **options))
-    return without_idle_states(train_alone(feature, **options))
+        return without_idle_states(train(training.RESIDENT, directory, feature, **options))
+    return without_idle_states(training.train_alone(feature, **options))
 
 
-def assert_as_the_reference(result: Result, case: str, directory: str) -> None:
-    assert_same(without_idle_states(result), reference(case, directory))
+def assert_as_the_reference(result: training.Result, case: str, directory: str) -> None:
+    training.assert_same(without_idle_states(result), reference(case, directory))
 
 
 @pytest.fixture(scope="module")
@@ -350,11 +328,11 @@ SLOW = {
 """Loops that are much like others, and not in the fast tier."""
 
 
-IN_TURN = [one for one in zip(CASES, itertools.cycle(SAMPLED)) if one[0] not in SLOW]
+IN_TURN = [one for one in zip(CASES, itertools.cycle(training.SAMPLED)) if one[0] not in SLOW]
 """Every loop in one of the nine, every one of the nine in a ninth of the loops."""
 
 
-@pytest.mark.parametrize(("case", "placement"), everywhere(CASES, IN_TURN))
+@pytest.mark.parametrize(("case", "placement"), training.everywhere(CASES, IN_TURN))
 def test_every_loop_in_all_placements(
     case: str, placement: tuple[str, str, str], drive: str
 ) -> None:
@@ -362,13 +340,15 @@ def test_every_loop_in_all_placements(
     assert_as_the_reference(train(placement, drive, feature, **options), case, drive)
 
 
-@pytest.mark.parametrize(("case", "placement"), everywhere(CASES, zip([*CASES][:24:12], SAMPLED)))
+@pytest.mark.parametrize(
+    ("case", "placement"), training.everywhere(CASES, zip([*CASES][:24:12], training.SAMPLED))
+)
 def test_every_loop_in_the_smallest_budgets(
     case: str, placement: tuple[str, str, str], drive: str
 ) -> None:
     """One weight slot per size class, staging for the largest value: not a block more is given."""
     feature, options = CASES[case]
     kept = {name: value for name, value in options.items() if name != "steps"}
-    least = smallest_budgets(placement, drive, **kept)
+    least = training.smallest_budgets(placement, drive, **kept)
     result = train(placement, drive, feature, **options, **least)
     assert_as_the_reference(result, case, drive)

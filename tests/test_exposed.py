@@ -17,24 +17,9 @@ from offload import reporting
 from offload.cli.breakdown import breakdown, verdict
 from offload.program.ops import Lane, Value
 from offload.reporting import Wait
+from tests import paced_loops as loops
 from tests.paced import Paced
-from tests.paced_loops import (
-    Actions,
-    Loop,
-    Small,
-    backward_only,
-    copy_into_gradients,
-    edit,
-    edit_gradients,
-    evaluate,
-    look,
-    look_at_gradients,
-    look_at_states,
-    step_and_keep_gradients,
-    step_only,
-    stream_weights,
-    train,
-)
+from tests.paced_loops import Actions, Loop, Small, backward_only, edit, evaluate, look, train
 from tests.paced_streams import Event
 from tests.stand_in import driven
 from tests.test_report import MADE
@@ -47,16 +32,16 @@ Slept = tuple[float, float, str]
 
 CASES: dict[str, tuple[str, Actions, Lane | None]] = {
     "residents, the step after": ("device-device-device", [train, train], Lane.COMPUTE),
-    "a gradient shown": ("nvme-nvme-cpu", [backward_only, look_at_gradients], None),
+    "a gradient shown": ("nvme-nvme-cpu", [backward_only, loops.look_at_gradients], None),
     "residents, their norm": ("device-device-device", [train], Lane.COMPUTE),
     "a gradient edited": (
         "cpu-device-cpu",
-        [backward_only, edit_gradients, step_and_keep_gradients],
+        [backward_only, loops.edit_gradients, loops.step_and_keep_gradients],
         Lane.COMPUTE,
     ),
     "a gradient set": (
         "cpu-cpu-cpu",
-        [backward_only, copy_into_gradients, step_only],
+        [backward_only, loops.copy_into_gradients, loops.step_only],
         Lane.COMPUTE,
     ),
     "a look": ("cpu-cpu-cpu", [train, look], Lane.H2D),
@@ -64,8 +49,8 @@ CASES: dict[str, tuple[str, Actions, Lane | None]] = {
     "an edit": ("cpu-cpu-cpu", [train, edit, evaluate], Lane.D2H),
     "an edit of the drive": ("nvme-cpu-nvme", [train, edit, evaluate], Lane.D2H),
     "an edit of a home on the device": ("device-cpu-cpu", [train, edit, evaluate], Lane.COMPUTE),
-    "all weights": ("cpu-cpu-cpu", [train, stream_weights], Lane.H2D),
-    "states": ("cpu-cpu-device", [train, look_at_states], Lane.COMPUTE),
+    "all weights": ("cpu-cpu-cpu", [train, loops.stream_weights], Lane.H2D),
+    "states": ("cpu-cpu-device", [train, loops.look_at_states], Lane.COMPUTE),
 }
 
 

@@ -19,21 +19,10 @@ from torch import nn
 
 import offload
 from offload.model.parameter import OffloadedParameter
+from tests import training
 from tests.faults import descriptors, nothing_leaks
 from tests.small import MIXED, PLACEMENTS, adamw, config, small, tokens, torch_step
-from tests.training import (
-    RESIDENT,
-    VOCABULARY,
-    Block,
-    Net,
-    Run,
-    assert_same,
-    attached,
-    loss_of,
-    plain,
-    result_of,
-    same_bits,
-)
+from tests.training import VOCABULARY, assert_same, attached, loss_of, plain, result_of, same_bits
 
 # -- attach and detach ------------------------------------------------------------------------
 
@@ -93,13 +82,13 @@ def test_attach_again_after_detach_goes_on_bit_for_bit(tmp_path: Path) -> None:
         for number in range(4):
             plain(run, number)
         expected = result_of(run)
-    with attached(RESIDENT, tmp_path) as run:
+    with attached(training.RESIDENT, tmp_path) as run:
         for number in range(2):
             plain(run, number)
         _, original = offload.detach(run.model)
         assert original is not None
         _, again = offload.attach(run.model, original, config(MIXED, tmp_path))
-        on = Run(run.model, again, run.generator, run.losses)
+        on = training.Run(run.model, again, run.generator, run.losses)
         for number in range(2):
             plain(on, number)
         assert_same(result_of(on), expected)
@@ -330,7 +319,7 @@ def test_a_meta_model_starts_with_the_same_weights_everywhere(custom: bool, tmp_
     found = []
     for placement in PLACEMENTS:
         with torch.device("meta"):
-            model = Net(layers=3, tied=True).to(torch.bfloat16)
+            model = training.Net(layers=3, tied=True).to(torch.bfloat16)
         mine = adamw(model)
         torch.manual_seed(3)
         _, optimizer = offload.attach(
@@ -371,7 +360,7 @@ class Tower(nn.Module):
 
 def test_a_module_whose_parameters_belong_to_several_units(tmp_path: Path) -> None:
     found = []
-    for placement in (RESIDENT, ("nvme", "nvme", "nvme")):
+    for placement in (training.RESIDENT, ("nvme", "nvme", "nvme")):
         with torch.device("meta"):
             model = Tower()
         torch.manual_seed(3)
@@ -478,8 +467,8 @@ def test_parameters_keep_class_and_hooks_of_the_model(tmp_path: Path) -> None:
     model.norm.weight.register_hook(lambda gradient: gradient * 0)
     _, optimizer = offload.attach(model, adamw(model), config(MIXED, tmp_path))
     with optimizer.engine:
-        assert type(model) is Net
-        assert type(model.blocks[0]) is Block
+        assert type(model) is training.Net
+        assert type(model.blocks[0]) is training.Block
         assert all(isinstance(p, OffloadedParameter) for p in model.parameters())
         assert all(isinstance(p, nn.Parameter) for p in model.parameters())
         loss_of(model, tokens()).backward()

@@ -24,26 +24,10 @@ from offload.planning.tiers import TIERS
 from offload.program.ops import Verb
 from offload.unit_plan import UNIT_COST_BYTES
 from offload.unit_plan import planned as plan_units
+from tests import training
 from tests.profiles import unit
 from tests.structures import STRUCTURES
-from tests.training import (
-    RESIDENT,
-    Block,
-    Net,
-    Run,
-    as_in_plain_torch,
-    assert_same,
-    attached,
-    batch,
-    fp32,
-    in_turn,
-    plain,
-    same_bits,
-    smallest_budgets,
-    some_fast,
-    some_rows_fast,
-    train,
-)
+from tests.training import Net, Run, assert_same, attached, fp32, plain, same_bits, some_fast, train
 
 CPU, NVME, MIXED = ("cpu", "cpu", "cpu"), ("nvme", "nvme", "nvme"), ("cpu", "device", "nvme")
 WIDTH, BLOCKS = 8, 16
@@ -96,7 +80,7 @@ class Mixture(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.gate = nn.Linear(WIDTH, 4)
-        self.experts = nn.ModuleList(Block(WIDTH) for _ in range(4))
+        self.experts = nn.ModuleList(training.Block(WIDTH) for _ in range(4))
 
 
 class TwoLists(nn.Module):
@@ -214,7 +198,7 @@ def accumulated(run: Run, number: int) -> None:
 def of_blocks(run: Run, number: int) -> None:
     """Blocks are called by hand, outside of any call of the model."""
     model: Any = run.model
-    x = model.embed(batch(run.generator))
+    x = model.embed(training.batch(run.generator))
     for block in (*model.blocks, model.blocks[0]):
         x = block(x)
     model.head(model.norm(x)).pow(2).mean().backward()
@@ -235,11 +219,11 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize(("model", "way"), in_turn(MODELS, WAYS))
+@pytest.mark.parametrize(("model", "way"), training.in_turn(MODELS, WAYS))
 def test_the_bits_of_plain_torch(model: str, way: tuple[str, str], tmp_path: Path) -> None:
     loop, place = way
     options = fp32(build=MODELS[model], steps=3)
-    as_in_plain_torch(partial(fused, LOOPS[loop]), PLACES[place], tmp_path, **options)
+    training.as_in_plain_torch(partial(fused, LOOPS[loop]), PLACES[place], tmp_path, **options)
 
 
 @pytest.mark.parametrize(
@@ -262,12 +246,12 @@ def test_the_bits_where_all_is_fused_that_may_be(
     monkeypatch.setattr(profile, "FUSED_PARTS_MIN", 1)
     found = train(placement, tmp_path, accumulated, **options)
     monkeypatch.setattr(profile, "FUSED_BYTES_MAX", 0)
-    assert_same(found, train(RESIDENT, tmp_path, accumulated, **options))
+    assert_same(found, train(training.RESIDENT, tmp_path, accumulated, **options))
 
 
 @pytest.mark.parametrize(
     ("placement", "more"),
-    some_rows_fast(
+    training.some_rows_fast(
         [
             (CPU, {"max_grad_norm": 0.1}),
             (NVME, {"micro_batches": 1}),
@@ -426,6 +410,6 @@ def test_units_are_fused_as_far_as_the_budgets_allow(
 @pytest.mark.parametrize("placement", some_fast([NVME, CPU]))
 def test_in_the_smallest_budgets_of_fused_units(placement: Any, tmp_path: Path) -> None:
     """Which those of units that are not fused may exceed, by padding."""
-    least: Any = smallest_budgets(placement, tmp_path, build=deep)
+    least: Any = training.smallest_budgets(placement, tmp_path, build=deep)
     found = train(placement, tmp_path, partial(fused, plain), build=deep, **least)
     assert_same(found, train(placement, tmp_path, build=deep))

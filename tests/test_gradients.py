@@ -14,23 +14,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import offload
+from tests import training
 from tests.covering import by_turns
-from tests.training import (
-    RESIDENT,
-    Net,
-    Run,
-    assert_same,
-    attached,
-    plain,
-    same_bits,
-    some_fast,
-    train,
-)
+from tests.training import RESIDENT, Net, Run, assert_same, attached, plain, same_bits, train
 
 EVERYWHERE = [("device", "cpu", "cpu"), ("cpu", "device", "cpu"), ("nvme", "nvme", "nvme")]
 
 
-@pytest.fixture(params=some_fast(EVERYWHERE[::-1], fast=2), ids="-".join)
+@pytest.fixture(params=training.some_fast(EVERYWHERE[::-1], fast=2), ids="-".join)
 def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Run]:
     """A bf16 run of one step, everything at rest."""
     with attached(request.param, tmp_path, build=lambda: Net(layers=3)) as made:

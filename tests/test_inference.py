@@ -10,19 +10,10 @@ import pytest
 import torch
 
 import offload
+from tests import training
 from tests.covering import by_turns
 from tests.small import MIXED, PLACEMENTS, adamw, config, small, tokens, torch_step
-from tests.training import (
-    RESIDENT,
-    Positioned,
-    Run,
-    assert_same,
-    attached,
-    loss_of,
-    plain,
-    same_bits,
-    train,
-)
+from tests.training import RESIDENT, Positioned, Run, assert_same, attached, loss_of, plain, train
 
 
 def first_in_inference(run: Run, number: int) -> None:
@@ -75,4 +66,4 @@ def test_attached_and_detached_in_it(placement: tuple[str, str, str], tmp_path: 
         optimizer.step()
         torch_step(model, optimizer)
         weights.append([parameter.detach() for parameter in model.parameters()])
-    assert all(same_bits(one, other) for one, other in zip(*weights))
+    assert all(training.same_bits(one, other) for one, other in zip(*weights))

@@ -15,22 +15,8 @@ from torch import nn
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from tests.training import (
-    SAMPLED,
-    Net,
-    Regions,
-    Result,
-    Run,
-    assert_same,
-    batch,
-    everywhere,
-    fails,
-    fp32,
-    plain,
-    train,
-    train_alone,
-    without_idle_states,
-)
+from tests import training
+from tests.training import Net, Regions, Result, Run, batch, fails, fp32, plain, without_idle_states
 
 # -- groups and schedulers ---------------------------------------------------------------------
 
@@ -386,20 +372,20 @@ FAST = {
 """Loops of the fast tier."""
 
 
-NOT_RESIDENT = [one for one in zip(CASES, itertools.cycle(SAMPLED[1:])) if one[0] in FAST]
+NOT_RESIDENT = [one for one in zip(CASES, itertools.cycle(training.SAMPLED[1:])) if one[0] in FAST]
 
 
 @cache
 def alone(case: str) -> Result:
     feature, options = CASES[case]
-    return without_idle_states(train_alone(feature, **options))
+    return without_idle_states(training.train_alone(feature, **options))
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of:UserWarning")
-@pytest.mark.parametrize(("case", "placement"), everywhere(CASES, NOT_RESIDENT))
+@pytest.mark.parametrize(("case", "placement"), training.everywhere(CASES, NOT_RESIDENT))
 def test_the_bits_without_an_engine(
     case: str, placement: tuple[str, str, str], tmp_path: Path
 ) -> None:
     feature, options = CASES[case]
-    ours = train(placement, tmp_path, feature, **options)
-    assert_same(without_idle_states(ours), alone(case))
+    ours = training.train(placement, tmp_path, feature, **options)
+    training.assert_same(without_idle_states(ours), alone(case))

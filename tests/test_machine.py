@@ -214,9 +214,7 @@ def test_damaged_speeds_are_as_none_and_said_to_be(
     assert list(saved_speeds()[0].values()) == [SPEED]
 
 
-def test_files_are_striped_by_the_speed_of_both_directions(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_files_are_striped_by_the_speed_of_both_directions(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = {"/a": 6.0, "/b": 3.0, "/c": 1.0}
     saved = {mount: replace(SPEED, both_bytes_per_s=rate) for mount, rate in rates.items()}
     monkeypatch.setattr("offload.planning.machine.saved_speeds", lambda: (saved, None))

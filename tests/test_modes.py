@@ -20,19 +20,8 @@ from torch.utils.checkpoint import (
 )
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.training import (
-    RESIDENT,
-    Net,
-    Run,
-    as_in_plain_torch,
-    batch,
-    fp32,
-    in_turn,
-    loss_of,
-    plain,
-    smallest_budgets,
-    some_fast,
-)
+from tests import training
+from tests.training import RESIDENT, Net, Run, as_in_plain_torch, batch, fp32, in_turn, some_fast
 
 CPU, NVME, MIXED = ("cpu",) * 3, ("nvme",) * 3, ("cpu", "device", "nvme")
 
@@ -106,7 +95,7 @@ def under(mode: str, backward: bool, run: Run, number: int) -> None:
     seen: Seen = []
     tokens = batch(run.generator)
     with MODES[mode](seen):
-        loss = loss_of(run.model, tokens)
+        loss = training.loss_of(run.model, tokens)
         if backward:
             loss.backward()
     if not backward:
@@ -133,8 +122,8 @@ def test_selective_checkpoints_in_the_least_memory(
 ) -> None:
     """Units that share a slot are used together in a recompute, which looks at all operations."""
     options = fp32(build=partial(Selective, policy))
-    budgets = smallest_budgets(placement, tmp_path, **options)
-    as_in_plain_torch(plain, placement, tmp_path, **options, **budgets)
+    budgets = training.smallest_budgets(placement, tmp_path, **options)
+    as_in_plain_torch(training.plain, placement, tmp_path, **options, **budgets)
 
 
 TRANSFORMS: dict[str, Callable[[Any, torch.Tensor], Any]] = {

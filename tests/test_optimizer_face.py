@@ -15,13 +15,7 @@ import offload
 from offload.optim import supported_optimizers
 from tests.covering import by_turns
 from tests.small import MIXED, PLACEMENTS, adamw, config, small, tokens, torch_step
-from tests.training import (
-    Net,
-    attached,
-    loss_of,
-    plain,
-    same_bits,
-)
+from tests.training import Net, attached, loss_of, plain, same_bits
 
 IN_FOUR_PARTS = "asked .*; found .*; likely cause: .*; try: "
 

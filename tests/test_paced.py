@@ -14,41 +14,9 @@ from hypothesis import strategies as st
 
 import offload
 from offload.program.ops import Lane
+from tests import paced_loops as loops
 from tests.paced import Paced
-from tests.paced_loops import (
-    Actions,
-    Least,
-    Loop,
-    Mixed,
-    Script,
-    Small,
-    Step,
-    backward_only,
-    check,
-    copy_into_gradients,
-    draw_script,
-    edit,
-    edit_gradients,
-    edit_held,
-    evaluate,
-    give_gradients_up,
-    give_up_what_is_held,
-    load_states,
-    look,
-    look_at_gradients,
-    look_at_states,
-    look_elsewhere,
-    nap,
-    save_states,
-    set_expanded_gradients,
-    set_gradients,
-    set_gradients_of_the_device,
-    step_and_keep_gradients,
-    stream_weights,
-    train,
-    use_one_block_inside_another,
-    zero_gradients,
-)
+from tests.paced_loops import Actions, Least, backward_only, check, evaluate, look_at_states, train
 from tests.stand_in import driven
 from tests.training import ALL_PLACEMENTS, RESIDENT, attached, same_bits, some_fast, some_rows_fast
 
@@ -61,34 +29,43 @@ LATER = {**LATE, "host_pauses_s": 1e-1}
 
 # What is done right after a backward, or a step, whose effects are still on their way.
 AFTER_A_BACKWARD: dict[str, tuple[str, Actions]] = {
-    "show": ("cpu-cpu-cpu", [look_at_gradients]),
-    "replace": ("cpu-cpu-cpu", [set_gradients]),
-    "replace on the device": ("cpu-device-cpu", [set_gradients_of_the_device]),
-    "replace and update on the device": ("cpu-device-device", [set_gradients_of_the_device]),
-    "replace by a copy": ("cpu-cpu-cpu", [set_expanded_gradients]),
+    "show": ("cpu-cpu-cpu", [loops.look_at_gradients]),
+    "replace": ("cpu-cpu-cpu", [loops.set_gradients]),
+    "replace on the device": ("cpu-device-cpu", [loops.set_gradients_of_the_device]),
+    "replace and update on the device": ("cpu-device-device", [loops.set_gradients_of_the_device]),
+    "replace by a copy": ("cpu-cpu-cpu", [loops.set_expanded_gradients]),
     "copy into": (
         "cpu-cpu-cpu",
-        [copy_into_gradients, step_and_keep_gradients, look_at_states],
+        [loops.copy_into_gradients, loops.step_and_keep_gradients, look_at_states],
     ),
-    "copy into, zero, of the drive": ("cpu-nvme-cpu", [copy_into_gradients, zero_gradients]),
-    "copy into, give up": ("cpu-cpu-cpu", [copy_into_gradients, give_gradients_up, backward_only]),
-    "copy into, replace": ("cpu-cpu-cpu", [copy_into_gradients, set_gradients]),
-    "put a copy home": ("cpu-nvme-cpu", [edit_gradients, step_and_keep_gradients]),
-    "zero, on the drive": ("cpu-nvme-cpu", [zero_gradients, backward_only, look_at_gradients]),
-    "give up what is held": ("cpu-cpu-cpu", [give_up_what_is_held, backward_only]),
-    "let go": ("cpu-cpu-cpu", [edit_gradients, step_and_keep_gradients]),
-    "stream": ("device-cpu-cpu", [stream_weights]),
+    "copy into, zero, of the drive": (
+        "cpu-nvme-cpu",
+        [loops.copy_into_gradients, loops.zero_gradients],
+    ),
+    "copy into, give up": (
+        "cpu-cpu-cpu",
+        [loops.copy_into_gradients, loops.give_gradients_up, backward_only],
+    ),
+    "copy into, replace": ("cpu-cpu-cpu", [loops.copy_into_gradients, loops.set_gradients]),
+    "put a copy home": ("cpu-nvme-cpu", [loops.edit_gradients, loops.step_and_keep_gradients]),
+    "zero, on the drive": (
+        "cpu-nvme-cpu",
+        [loops.zero_gradients, backward_only, loops.look_at_gradients],
+    ),
+    "give up what is held": ("cpu-cpu-cpu", [loops.give_up_what_is_held, backward_only]),
+    "let go": ("cpu-cpu-cpu", [loops.edit_gradients, loops.step_and_keep_gradients]),
+    "stream": ("device-cpu-cpu", [loops.stream_weights]),
     "read states": ("cpu-cpu-device", [train, backward_only, look_at_states]),
-    "copy": ("device-cpu-cpu", [look_elsewhere]),
+    "copy": ("device-cpu-cpu", [loops.look_elsewhere]),
 }
 AFTER_A_STEP: dict[str, tuple[str, Actions]] = {
     "read states": ("cpu-cpu-cpu", [look_at_states]),
     "read states of the drive": ("cpu-cpu-nvme", [look_at_states]),
-    "load states": ("cpu-cpu-cpu", [save_states, train, load_states]),
-    "copy": ("cpu-cpu-cpu", [look]),
-    "stream": ("cpu-cpu-cpu", [stream_weights]),
-    "edit": ("cpu-cpu-nvme", [edit, evaluate]),
-    "share a slot": ("cpu-cpu-cpu", [use_one_block_inside_another]),
+    "load states": ("cpu-cpu-cpu", [loops.save_states, train, loops.load_states]),
+    "copy": ("cpu-cpu-cpu", [loops.look]),
+    "stream": ("cpu-cpu-cpu", [loops.stream_weights]),
+    "edit": ("cpu-cpu-nvme", [loops.edit, evaluate]),
+    "share a slot": ("cpu-cpu-cpu", [loops.use_one_block_inside_another]),
     "meet": ("device-device-cpu", [train, evaluate]),
     "meet, from the drive": ("device-device-nvme", [train, evaluate]),
     "write what the device has made": ("nvme-cpu-device", [evaluate]),
@@ -101,8 +78,10 @@ LATE_US = 2000
 
 def script_of(
     before: Actions, between: Actions, after: Actions, delays: dict[str, Any] = LATE
-) -> Script:
-    return Script([Step(before, between, after, delays)], False, False, False, None, None)
+) -> loops.Script:
+    return loops.Script(
+        [loops.Step(before, between, after, delays)], False, False, False, None, None
+    )
 
 
 @pytest.mark.parametrize("name", some_fast(AFTER_A_BACKWARD))
@@ -131,7 +110,7 @@ def test_what_is_done_after_a_step_waits_for_it(name: str, tmp_path: Any) -> Non
 
 @pytest.mark.slow
 def test_states_are_loaded_before_an_update_needs_them(tmp_path: Any) -> None:
-    between = [train, backward_only, save_states, load_states]
+    between = [train, backward_only, loops.save_states, loops.load_states]
     script = script_of([], between, [look_at_states])  # At which only lanes are waited for.
     check(script, ("cpu", "cpu", "device"), tmp_path, tight=True, on=partial(driven, 0, LATE_US))
 
@@ -139,10 +118,12 @@ def test_states_are_loaded_before_an_update_needs_them(tmp_path: Any) -> None:
 def gradients_after_detach(
     placement: tuple[str, str, str], directory: Any, device: Paced | None
 ) -> list[torch.Tensor]:
-    with attached(placement, directory, build=lambda: Small(tied=False, checkpointed=False)) as run:
+    with attached(
+        placement, directory, build=lambda: loops.Small(tied=False, checkpointed=False)
+    ) as run:
         if device is not None:
             device.change(**LATER)
-        Loop(run, device).backward()
+        loops.Loop(run, device).backward()
         offload.detach(run.model)
         return [parameter.grad for parameter in run.model.parameters()]
 
@@ -166,7 +147,9 @@ def test_residents_and_a_lane_take_turns_at_the_workspace(
 
     From the second step on a lane sums squares before `step()`.
     """
-    script = Script([Step([], [], [], LATE)] * 3, False, False, False, clip, None, Mixed)
+    script = loops.Script(
+        [loops.Step([], [], [], LATE)] * 3, False, False, False, clip, None, loops.Mixed
+    )
     expected = script.go(RESIDENT, tmp_path, gradient_dtype="fp32")
     with driven(seed, 10 * LATE_US) as device:
         found = script.go(RESIDENT, tmp_path, device, gradient_dtype="fp32")
@@ -189,7 +172,7 @@ def test_the_squares_of_residents_wait_for_those_that_a_lane_sums(
 
         monkeypatch.setattr(runner, "perform", perform)
         for _ in range(2):  # The first step sums all squares itself.
-            Loop(run, device).backward()
+            loops.Loop(run, device).backward()
             sums = run.engine.updates._sums
             run.optimizer.step()
             run.optimizer.zero_grad()
@@ -203,7 +186,7 @@ def test_a_step_of_residents_waits_for_their_norm_alone(tmp_path: Any) -> None:
         options: Any = {"build": build_least, "max_grad_norm": clip}
         with driven() as device, attached(RESIDENT, tmp_path, **options) as run:
             device.change(**LATE)
-            Loop(run, device).backward()
+            loops.Loop(run, device).backward()
             before = device.waits
             run.optimizer.step()
             assert len(run.engine.plan.residents) > 1
@@ -218,8 +201,8 @@ def build_least() -> Least:
     return Least(tied=False, checkpointed=False)
 
 
-def build_mixed() -> Mixed:
-    return Mixed(tied=False, checkpointed=False)
+def build_mixed() -> loops.Mixed:
+    return loops.Mixed(tied=False, checkpointed=False)
 
 
 def test_residents_are_there_for_every_stream_once_attached(tmp_path: Any) -> None:
@@ -260,7 +243,7 @@ def test_zeros_are_there_for_every_stream() -> None:
 
 
 def test_sleep_and_wake_wait_for_all_that_is_under_way(tmp_path: Any) -> None:
-    script = script_of([], [], [edit_held, nap, look])
+    script = script_of([], [], [loops.edit_held, loops.nap, loops.look])
     check(script, RESIDENT, tmp_path, tight=False, on=driven)
 
 
@@ -305,9 +288,7 @@ STEPS = 20
 def schedules(examples: int) -> Any:
     """So many examples; nothing is shrunk, as much depends on threads."""
     drawn = given(
-        placement=st.sampled_from(ALL_PLACEMENTS),
-        tight=st.booleans(),
-        seed=st.integers(0, 1 << 32),
+        placement=st.sampled_from(ALL_PLACEMENTS), tight=st.booleans(), seed=st.integers(0, 1 << 32)
     )
     options = settings(
         max_examples=examples, deadline=None, phases=[Phase.generate], derandomize=examples < 10
@@ -319,7 +300,7 @@ def schedules(examples: int) -> Any:
 def test_bits_are_those_of_the_resident_run_on_some_schedules(
     tmp_path_factory: pytest.TempPathFactory, placement: Any, tight: bool, seed: int
 ) -> None:
-    script, on = draw_script(Random(seed), 2), partial(driven, seed, seed % LATE_US)
+    script, on = loops.draw_script(Random(seed), 2), partial(driven, seed, seed % LATE_US)
     check(script, placement, tmp_path_factory.getbasetemp(), tight=tight, on=on)
 
 
@@ -330,6 +311,9 @@ def test_bits_are_those_of_the_resident_run_on_many_schedules(
     tmp_path_factory: pytest.TempPathFactory, placement: Any, tight: bool, seed: int
 ) -> None:
     """A schedule is a step with its delays; one example in ten is of the larger model."""
-    model = Small if seed % 10 == 0 else Least
-    script, on = draw_script(Random(seed), STEPS, model), partial(driven, seed, seed % LATE_US)
+    model = loops.Small if seed % 10 == 0 else Least
+    script, on = (
+        loops.draw_script(Random(seed), STEPS, model),
+        partial(driven, seed, seed % LATE_US),
+    )
     check(script, placement, tmp_path_factory.getbasetemp(), tight=tight, on=on)

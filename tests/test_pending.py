@@ -19,22 +19,9 @@ import offload
 from cpu_adam import CPUAdam
 from offload.model.resident import PendingParameter
 from offload.program.ops import Op, Verb
+from tests import training
 from tests.small import adamw, config, small, tokens, torch_step
-from tests.training import (
-    VOCABULARY,
-    Run,
-    as_in_plain_torch,
-    assert_same,
-    attached,
-    batch,
-    in_turn,
-    plain,
-    same_bits,
-    some_fast,
-    train,
-    train_alone,
-    without_idle_states,
-)
+from tests.training import Run, attached, batch, plain, same_bits, some_fast, without_idle_states
 
 ON_CPU, ON_NVME = ("device", "device", "cpu"), ("device", "device", "nvme")
 
@@ -167,7 +154,7 @@ def without_a_forward_of_the_model(run: Run, number: int) -> None:
     for block in model.blocks:
         x = block.down(F.gelu(block.up(x)))
     logits = F.linear(x, model.head.weight).float()
-    loss = F.cross_entropy(logits.view(-1, VOCABULARY), torch.zeros(32, dtype=torch.long))
+    loss = F.cross_entropy(logits.view(-1, training.VOCABULARY), torch.zeros(32, dtype=torch.long))
     run.losses.append(loss.item())
     loss.backward()
     run.step()
@@ -191,11 +178,11 @@ def stepped_in_inference_mode(run: Run, number: int) -> None:
     run.optimizer.zero_grad()
 
 
-@pytest.mark.parametrize(("name", "placement"), in_turn(LOOPS, [ON_CPU, ON_NVME]))
+@pytest.mark.parametrize(("name", "placement"), training.in_turn(LOOPS, [ON_CPU, ON_NVME]))
 def test_the_bits_of_plain_torch(
     name: str, placement: tuple[str, str, str], tmp_path: Path
 ) -> None:
-    as_in_plain_torch(LOOPS[name], placement, tmp_path, steps=4)
+    training.as_in_plain_torch(LOOPS[name], placement, tmp_path, steps=4)
 
 
 def test_gradients_are_given_up_without_a_wait(tmp_path: Path) -> None:
@@ -318,8 +305,10 @@ def test_nothing_is_compiled_again_in_a_later_step(whole: bool, tmp_path: Path) 
         seen.append(len(compiled))
 
     torch._dynamo.reset()
-    ours = train(ON_CPU, tmp_path, feature, steps=5)
+    ours = training.train(ON_CPU, tmp_path, feature, steps=5)
     assert seen[1] > 0
     assert seen[1:] == [seen[1]] * 4
     torch._dynamo.reset()
-    assert_same(without_idle_states(ours), without_idle_states(train_alone(feature, steps=5)))
+    training.assert_same(
+        without_idle_states(ours), without_idle_states(training.train_alone(feature, steps=5))
+    )

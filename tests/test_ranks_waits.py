@@ -54,23 +54,17 @@ SITES = {
         "                pass\n            works",
     ),
     "exchange: for the fold of the one before": Site(
-        "collectives",
-        "        self.end_exchange()\n        self._busy",
-        "        self._busy",
+        "collectives", "        self.end_exchange()\n        self._busy", "        self._busy"
     ),
     "collecting: for the exchange of the slot": Site(
-        "gradients",
-        "            self.collectives.end_exchange()\n",
-        "            pass\n",
+        "gradients", "            self.collectives.end_exchange()\n", "            pass\n"
     ),
     "exchange: for the gradient": Site("gradients", "            self._runner.begin(task)\n", ""),
     "end of a pass: for what has begun": Site(
         "collectives", "backward=backward)\n        self._land()\n", "backward=backward)\n"
     ),
     "landing: for the collective": Site(
-        "collectives",
-        "                self.group.wait(works)\n",
-        "",
+        "collectives", "                self.group.wait(works)\n", ""
     ),
     "fold: for the slot": Site(
         "gradients", "        self._runner.begin(task)\n        for p", "        for p"

@@ -11,17 +11,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests import training
 from tests.structures import STRUCTURES
-from tests.training import (
-    Net,
-    Regions,
-    Run,
-    as_in_plain_torch,
-    batch,
-    fp32,
-    plain,
-    smallest_budgets,
-)
+from tests.training import Net, Regions, Run, as_in_plain_torch, batch, fp32, plain
 
 CPU, NVME = ("cpu", "cpu", "cpu"), ("nvme", "nvme", "nvme")
 
@@ -141,7 +133,7 @@ def test_a_recompute_finds_a_weight_at_rest_as_the_forward_did(
     reentrant: bool, tmp_path: Path
 ) -> None:
     made = partial(Again, reentrant=reentrant)
-    least = smallest_budgets(NVME, tmp_path, build=made, dtype=torch.float32)
+    least = training.smallest_budgets(NVME, tmp_path, build=made, dtype=torch.float32)
     as_in_plain_torch(plain, NVME, tmp_path, **fp32(build=made), **least)
 
 

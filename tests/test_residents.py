@@ -15,20 +15,10 @@ from torch import nn
 import offload
 from offload.cli.breakdown import breakdown
 from offload.recording import run_of
+from tests import training
 from tests.covering import by_turns
 from tests.small import small
-from tests.training import (
-    RESIDENT,
-    Run,
-    as_in_plain_torch,
-    assert_same,
-    attached,
-    in_turn,
-    plain,
-    same_bits,
-    some_fast,
-    train,
-)
+from tests.training import RESIDENT, Run, as_in_plain_torch, assert_same, attached, plain, train
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -77,7 +67,7 @@ def frozen_but_one() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("clip", some_fast([0.5, None]))
+@pytest.mark.parametrize("clip", training.some_fast([0.5, None]))
 def test_beside_streamed_units(clip: float | None, tmp_path: Path) -> None:
     """Frozen units on the device, one that is trained elsewhere; and some of each by budget."""
 
@@ -121,7 +111,9 @@ EDITS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-@pytest.mark.parametrize(("how", "placement"), in_turn(EDITS, [RESIDENT, ("cpu", "cpu", "cpu")]))
+@pytest.mark.parametrize(
+    ("how", "placement"), training.in_turn(EDITS, [RESIDENT, ("cpu", "cpu", "cpu")])
+)
 def test_edits_after_each_step_as_in_plain_torch(
     how: str, placement: tuple[str, str, str], tmp_path: Path
 ) -> None:
@@ -142,7 +134,7 @@ def test_hooks_and_second_derivatives_are_torchs(tmp_path: Path) -> None:
         seen: list[Any] = []
         handle = weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
         run.loss().backward()
-        assert same_bits(seen[0], weight.grad)
+        assert training.same_bits(seen[0], weight.grad)
         handle.remove()
         (first,) = torch.autograd.grad(run.loss(), [weight], create_graph=True)
         first.pow(2).sum().backward()

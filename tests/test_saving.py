@@ -25,19 +25,9 @@ import offload
 from cpu_adam import CPULion
 from offload.checkpoint import directory, saving
 from offload.planning import planner
+from tests import training
 from tests.forked import Forked
-from tests.training import (
-    RESIDENT,
-    Net,
-    Run,
-    assert_same,
-    attached,
-    frozen,
-    plain,
-    result_of,
-    round_about,
-    some_fast,
-)
+from tests.training import RESIDENT, Net, Run, assert_same, attached, plain, result_of, some_fast
 
 EVERYWHERE = [RESIDENT, ("cpu", "cpu", "cpu"), ("nvme", "cpu", "nvme"), ("device", "cpu", "cpu")]
 
@@ -79,7 +69,7 @@ def test_a_rate_that_is_a_tensor_stays_one(tmp_path: Path) -> None:
         assert torch.equal(run.optimizer.param_groups[0]["lr"], torch.tensor(0.01) * 0.7)
 
 
-@pytest.mark.parametrize(("before", "after"), round_about(EVERYWHERE))
+@pytest.mark.parametrize(("before", "after"), training.round_about(EVERYWHERE))
 def test_a_run_goes_on_with_the_same_bits(
     before: Any, after: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,7 +112,7 @@ def test_a_run_goes_on_with_the_same_bits(
 
 WHOLE: list[dict[str, Any]] = [
     {"build": build, "optimizer": optimizer}
-    for build in (frozen, lambda: Net(tied=True))
+    for build in (training.frozen, lambda: Net(tied=True))
     for optimizer in (sgd, lion)
 ]
 

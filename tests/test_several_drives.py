@@ -30,10 +30,7 @@ from tests.training import assert_same, attached, train, trained
 
 EVERYTHING = ("nvme", "nvme", "nvme")
 
-LAYOUT: FileLayout = {
-    ("weight", 0): [40 << 10, 12 << 10],
-    ("state", 0): [72 << 10, 8 << 10],
-}
+LAYOUT: FileLayout = {("weight", 0): [40 << 10, 12 << 10], ("state", 0): [72 << 10, 8 << 10]}
 
 
 def folders(directory: Path, names: str = "abc") -> tuple[str, ...]:

@@ -22,22 +22,10 @@ import offload
 from offload.checkpoint.commit_reader import read_commit
 from offload.program.ops import Lane, Op
 from offload.runtime.memory import host_tensor
+from tests import training
 from tests.optimizers import of_any_dtype
 from tests.small import adamw, config, small, tokens, torch_step
-from tests.training import (
-    RESIDENT,
-    SAMPLED,
-    Net,
-    Run,
-    alone,
-    as_in_plain_torch,
-    assert_same,
-    attached,
-    batch,
-    fp32,
-    plain,
-    result_of,
-)
+from tests.training import RESIDENT, Net, Run, alone, assert_same, attached, batch, plain, result_of
 
 EVERYWHERE = [RESIDENT, ("cpu", "cpu", "device"), ("device", "nvme", "cpu"), ("nvme",) * 3]
 
@@ -69,7 +57,7 @@ def slept(tier: str, run: Run, number: int) -> None:
         (EVERYWHERE[2], "cpu"),
         *(
             pytest.param(placement, tier, marks=pytest.mark.slow)
-            for placement in [*EVERYWHERE, *SAMPLED]
+            for placement in [*EVERYWHERE, *training.SAMPLED]
             for tier in ("cpu", "nvme")
         ),
     ],
@@ -80,7 +68,9 @@ def slept(tier: str, run: Run, number: int) -> None:
 def test_sleeping_changes_no_bit(
     placement: tuple[str, str, str], tier: str, build: Any, tmp_path: Path
 ) -> None:
-    as_in_plain_torch(partial(slept, tier), placement, tmp_path, **fp32(build=build, steps=2))
+    training.as_in_plain_torch(
+        partial(slept, tier), placement, tmp_path, **training.fp32(build=build, steps=2)
+    )
 
 
 @pytest.mark.parametrize(

@@ -16,19 +16,8 @@ import offload
 from offload.planning.profile import CHUNK_ELEMENTS
 from offload.program.ops import Op, Value, Verb
 from offload.runtime.store import Store
-from tests.training import (
-    RESIDENT,
-    Net,
-    Run,
-    assert_same,
-    attached,
-    batch,
-    config_of,
-    fp32,
-    plain,
-    result_of,
-    same_bits,
-)
+from tests import training
+from tests.training import RESIDENT, Net, Run, assert_same, attached, plain, result_of, same_bits
 
 NVME = ("nvme", "nvme", "nvme")
 
@@ -37,8 +26,11 @@ def test_edits_put_home_to_make_room_are_what_the_next_forward_uses(tmp_path: Pa
     """The slot of a unit that is alone in it holds what was there before the edit."""
     outputs = []
     for placement in (RESIDENT, ("cpu", "cpu", "cpu"), ("nvme", "cpu", "cpu")):
-        with attached(placement, tmp_path, **fp32(exposed_memory=20_000)) as run, torch.no_grad():
-            tokens = batch(run.generator)
+        with (
+            attached(placement, tmp_path, **training.fp32(exposed_memory=20_000)) as run,
+            torch.no_grad(),
+        ):
+            tokens = training.batch(run.generator)
             run.model(tokens)
             for parameter in run.model.parameters():
                 parameter.data.mul_(2)
@@ -216,7 +208,7 @@ def test_states_that_an_optimizer_brings_are_written_once(tmp_path: Path) -> Non
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Store, "write", noted)
-        _, optimizer = offload.attach(model, mine, config_of(NVME, tmp_path))
+        _, optimizer = offload.attach(model, mine, training.config_of(NVME, tmp_path))
     with optimizer.engine:
         states = [one for one in written if one.kind == "state"]
         assert len(states) == 2 * len(set(states))  # Zeros first, then what came along.

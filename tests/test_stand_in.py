@@ -17,28 +17,13 @@ from offload.runtime import device as devices
 from offload.runtime.device import Accelerator
 from offload.runtime.native import RUNNER_VARIABLE, Native
 from offload.runtime.works import At, Copy, Squares, Work
-from tests import test_durable
+from tests import test_durable, training
 from tests.forked import Forked
 from tests.paced import paced
 from tests.paced_loops import Script, Step, check, draw_script, nap
 from tests.stand_in import Driven, controls, driven, library
 from tests.test_paced import LATE, LATE_US
-from tests.training import (
-    ALL_PLACEMENTS,
-    RESIDENT,
-    SAMPLED,
-    Net,
-    Result,
-    assert_same,
-    attached,
-    plain,
-    result_of,
-    some_fast,
-    some_rows_fast,
-    train,
-    trained,
-    two_micro_batches,
-)
+from tests.training import ALL_PLACEMENTS, RESIDENT, Net, assert_same, attached, plain, train
 
 native = pytest.importorskip("offload.runtime._runner", reason="not compiled here")
 
@@ -58,7 +43,7 @@ def small() -> Net:
 
 def of_bits() -> list[Any]:
     """Each placement clipped and not; in the fast tier every other one of `SAMPLED`, in turn."""
-    fast = {(placement, number % 2) for number, placement in enumerate(SAMPLED[::2])}
+    fast = {(placement, number % 2) for number, placement in enumerate(training.SAMPLED[::2])}
     return [
         pytest.param(
             placement,
@@ -77,23 +62,23 @@ def test_native_lanes_have_the_bits_of_the_reference(
 ) -> None:
     options: Any = {"max_grad_norm": clipped, "build": small}
     with driven(1, 300) as device:
-        found = train(placement, tmp_path, two_micro_batches, **options)
+        found = train(placement, tmp_path, training.two_micro_batches, **options)
     assert not device.timeline.races
     assert device.calls.stand_in_calls() > 100 or placement == RESIDENT
     with pytest.MonkeyPatch.context() as patch, paced():
         patch.setenv(RUNNER_VARIABLE, "python")
-        assert_same(found, train(placement, tmp_path, two_micro_batches, **options))
+        assert_same(found, train(placement, tmp_path, training.two_micro_batches, **options))
 
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    some_rows_fast(
+    training.some_rows_fast(
         [
             (MIXED, ("cpu", "cpu", "cpu")),
             (OFFLOADED, ("cpu", "cpu", "cpu")),
             (MIXED, RESIDENT),
             (OFFLOADED, RESIDENT),
-        ],
+        ]
     ),
 )
 def test_a_durable_run_goes_on(before: Any, after: Any, tmp_path: Path) -> None:
@@ -102,7 +87,7 @@ def test_a_durable_run_goes_on(before: Any, after: Any, tmp_path: Path) -> None:
     assert not device.timeline.races
 
 
-@pytest.mark.parametrize("seed", some_fast(range(100), fast=3))
+@pytest.mark.parametrize("seed", training.some_fast(range(100), fast=3))
 def test_any_delays_end_and_change_no_bit(seed: int, tmp_path: Path) -> None:
     random = Random(seed)
     script = draw_script(random, 2)
@@ -157,7 +142,7 @@ ENDING = {"cuCtxPopCurrent_v2", "cuStreamSynchronize"}
 
 def two_steps(
     placement: tuple[str, str, str], directory: Path, at: int, *, stays: bool
-) -> tuple[str, Result | None, str, int]:
+) -> tuple[str, training.Result | None, str, int]:
     """Train while a call of the driver fails: which, what came of it, what was told, calls."""
     with driven() as device:
         device.calls.stand_in_fail(at, stays)
@@ -169,7 +154,7 @@ def two_steps(
                     plain(run, number)
                 run.engine.settle()
                 run.engine.runner.idle()
-                result = result_of(run)
+                result = training.result_of(run)
             except offload.EngineError as error:
                 told = str(error)
                 with pytest.raises(offload.EngineError, match=REFUSED):
@@ -264,7 +249,7 @@ def test_where_a_driver_cannot_serve_python_does(
         else:
             device.calls.stand_in_kernels(b"")
         with attached(placement, tmp_path, **options) as run:
-            assert_same(trained(run), expected)
+            assert_same(training.trained(run), expected)
             (told,) = run.engine.notices
             assert "the lanes run in Python, which is slower: " in told
             assert reason in told

@@ -22,12 +22,7 @@ FILE_LINES = range(60, 601)
 TEST_FILE_LINES_MAX = 500
 NATIVE_FILE_LINES_MAX = 900
 
-LINES_MAX = {
-    "offload": 20_500,
-    "offload/cli": 3_353,
-    "aio": 4_013,
-    "cpu_adam": 5_479,
-}
+LINES_MAX = {"offload": 20_500, "offload/cli": 3_353, "aio": 4_013, "cpu_adam": 5_479}
 """Python and C++ together; of offload without cli."""
 
 TEST_LINES_PER_LINE_MAX = 1.2

@@ -15,15 +15,7 @@ from offload.planning.profile import profile_of
 from offload.program.compile import compile_program, pass_phase
 from offload.program.ops import Lane, Program, Use, Value, Verb
 from offload.program.verify import ProgramError, place_text, verify_pass
-from tests.profiles import (
-    all_placements,
-    blocks,
-    find,
-    plans,
-    program_of,
-    unit,
-    with_phase,
-)
+from tests.profiles import all_placements, blocks, find, plans, program_of, unit, with_phase
 from tests.profiles import with_op as changed
 from tests.proof import CHAIN, verify, waits_of
 
