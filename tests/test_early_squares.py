@@ -117,14 +117,11 @@ def trained(loop: Callable[[Run, int], None], placement: Any, path: Path, **opti
 
 def in_some() -> list[Any]:
     """Each loop in one placement and by one runner in the fast tier, in turn."""
-    made = []
-    for number, loop in enumerate(LOOPS):
-        for (at, placement), (by, runner) in product(enumerate(PLACEMENTS), enumerate(RUNNERS)):
-            fast = (at, by) == (number % 2, number // 2 % 2)
-            name = f"{loop.__name__}-{'-'.join(placement)}-{runner}"
-            marks = () if fast else pytest.mark.slow
-            made.append(pytest.param(loop, placement, runner, marks=marks, id=name))
-    return made
+    return [
+        training.tiered((at, by) == (number % 2, number // 2 % 2), loop, placement, runner)
+        for number, loop in enumerate(LOOPS)
+        for (at, placement), (by, runner) in product(enumerate(PLACEMENTS), enumerate(RUNNERS))
+    ]
 
 
 @pytest.mark.parametrize(("loop", "placement", "runner"), in_some(), indirect=["runner"])

@@ -20,7 +20,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import offload
-from tests.training import Net, Run, attached, in_turn, plain
+from tests.training import Net, Run, attached, in_turn, plain, tiered
 
 PLACEMENTS = (
     *(("device", "device", "cpu"), ("device", "device", "nvme"), ("device", "cpu", "cpu")),
@@ -111,10 +111,9 @@ def placed() -> list[Any]:
     """Every loop in one placement, three of them in the fast tier; in the others slow."""
     fast = {"looked at": 0, "updates in backward": 4, "slept": 5}
     return [
-        pytest.param(*one, marks=() if fast.get(one[0]) == at else pytest.mark.slow)
-        for at, one in [
-            (at, (name, where)) for name in LOOPS for at, where in enumerate(PLACEMENTS)
-        ]
+        tiered(fast.get(name) == at, name, where)
+        for name in LOOPS
+        for at, where in enumerate(PLACEMENTS)
     ]
 
 

@@ -34,6 +34,13 @@ SAMPLED = [(p, TIERS[(TIERS.index(p) + TIERS.index(o)) % 3], o) for p in TIERS f
 """All nine of params x optimizer, with each tier of gradients three times."""
 
 
+def tiered(fast: bool, *values: Any) -> Any:
+    """Parameters of a test in the fast tier or the slow one, named by themselves."""
+    names = [one if isinstance(one, tuple) else (getattr(one, "__name__", one),) for one in values]
+    name = "-".join(str(part) for parts in names for part in parts)
+    return pytest.param(*values, marks=() if fast else pytest.mark.slow, id=name)
+
+
 def some_fast(values: Iterable[Any], *, fast: int = 1) -> list[Any]:
     """Parameters of a test: the first ones in the fast tier, the others in the slow one."""
     first, others = list(values)[:fast], list(values)[fast:]
@@ -58,12 +65,7 @@ def in_turn(names: Iterable[str], others: Sequence[Any]) -> list[Any]:
     """Parameters of a test: each name with one of the others, as placements, in the fast tier, in
     turn; with the rest in the slow one."""
     return [
-        pytest.param(
-            name,
-            other,
-            marks=() if number % len(others) == at else pytest.mark.slow,
-            id=f"{name}-{'-'.join(other) if isinstance(other, tuple) else other}",
-        )
+        tiered(number % len(others) == at, name, other)
         for number, name in enumerate(names)
         for at, other in enumerate(others)
     ]
@@ -72,23 +74,13 @@ def in_turn(names: Iterable[str], others: Sequence[Any]) -> list[Any]:
 def everywhere(names: Iterable[str], fast: Iterable[tuple[str, Any]]) -> list[Any]:
     """Parameters of a test: each name in all placements; those pairs in the fast tier."""
     few = {*fast}
-    return [
-        pytest.param(
-            *one, marks=() if one in few else pytest.mark.slow, id=f"{one[0]}-{'-'.join(one[1])}"
-        )
-        for one in itertools.product(names, ALL_PLACEMENTS)
-    ]
+    return [tiered(one in few, *one) for one in itertools.product(names, ALL_PLACEMENTS)]
 
 
 def round_about(placements: Sequence[tuple[str, str, str]]) -> list[Any]:
     """Parameters of a test: all pairs, each with the next one in the fast tier, others slow."""
     return [
-        pytest.param(
-            one,
-            other,
-            marks=() if (at + 1) % len(placements) == to else pytest.mark.slow,
-            id=f"{'-'.join(one)}-to-{'-'.join(other)}",
-        )
+        tiered((at + 1) % len(placements) == to, one, other)
         for at, one in enumerate(placements)
         for to, other in enumerate(placements)
     ]
