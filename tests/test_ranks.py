@@ -22,20 +22,9 @@ from offload.parallel.group import Group
 from offload.runtime.entry import EngineError
 from offload.runtime.native import native_runner
 from tests import command, ranks_jobs
+from tests import ranks as jobs
 from tests.forked import Forked, anew
-from tests.ranks import (
-    KINDS,
-    MEMORY,
-    Failed,
-    How,
-    World,
-    assert_as_one,
-    digest,
-    joined,
-    same,
-    way_of,
-    world_of,
-)
+from tests.ranks import KINDS, MEMORY, Failed, How, World, assert_as_one, digest, joined, same
 from tests.ranks_durable import Life
 from tests.test_docs import blocks
 from tests.training import some_fast, some_rows_fast
@@ -45,7 +34,7 @@ FAST = ("plain", "experts")
 PLACES = {"params": "cpu", "gradients": "cpu", "optimizer": "cpu"}
 
 
-two = world_of(2)
+two = jobs.world_of(2)
 
 
 @pytest.mark.parametrize(
@@ -372,7 +361,7 @@ def test_a_refused_attach_leaves_the_model_as_it_was(two: World) -> None:
 
 
 def test_units_of_which_parts_are_frozen_on_a_drive(two: World, tmp_path: Path) -> None:
-    how = replace(way_of(("nvme", "nvme", "nvme"), 3, tmp_path), kind="frozen")
+    how = replace(jobs.way_of(("nvme", "nvme", "nvme"), 3, tmp_path), kind="frozen")
     assert_as_one(two.run("train", how), how)
 
 
