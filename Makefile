@@ -17,7 +17,7 @@ WORKERS ?= $(shell $(PYTHON) -c 'import os; print(len(os.sched_getaffinity(0)) +
 SEED ?= 1
 
 # What must stay true through any change: public API only, both tiers.
-ACCEPTANCE := $(addprefix tests/test_,contract.py exact.py loops.py hf_loops.py trainers.py parity.py \
+ACCEPTANCE := $(addprefix tests/test_,contract.py exact.py loops.py random_models.py hf_loops.py trainers.py parity.py \
 	minilm.py compile.py modes.py budgets.py sleep.py process.py without_compiler.py)
 
 .PHONY: help ranks ranks-all train test test-slow parity acceptance check sanitize wheel clean
