@@ -91,7 +91,7 @@ class _Proof:
         self.phase = phase
         self._filled, self._unsaved = set[object](phase.entry), set[Place]()
         self._seen: dict[Verb, list[Value]] = {verb: [] for verb in Verb}
-        self._check_slots(phase.entry.items(), "does not find at entry what it wants there")
+        self._check_slots(phase.entry.items(), "does not find at entry what it was compiled for")
         for self.index, self.op in enumerate(phase.ops):
             self._apply()
         self._check_slots(phase.exit.items(), "does not hold what it declares at exit")

@@ -118,9 +118,9 @@ def test_the_state_is_that_of_torch(tmp_path: Path) -> None:
         assert len(dict(optimizer.state.items())) == len(list(ours.parameters()))
         assert optimizer.grad_norm() is None  # Nothing clips.
         state = optimizer.state[parameter]
-        for edit in (lambda: state["exp_avg"].zero_(), lambda: state.update(exp_avg=0)):
-            with pytest.raises(RuntimeError, match=r"is a copy|Inplace update"):
-                edit()
+        with pytest.raises(RuntimeError, match="Inplace update"):
+            state["exp_avg"].zero_()
+        state["exp_avg_sq"] = state["exp_avg_sq"].to("cpu")  # As Lightning does.
         optimizer.state[parameter] = {**copy.deepcopy(state), "exp_avg": state["exp_avg"] * 0}
         assert not optimizer.state[parameter]["exp_avg"].any()
         reference.load_state_dict(optimizer.state_dict())

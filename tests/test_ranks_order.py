@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from offload.parallel.group import Message
-from offload.parallel.order import Ask, Order
+from offload.parallel.order import Order, Topic
 from offload.runtime.entry import EngineError
 from tests.training import some_fast, some_rows_fast
 
@@ -73,7 +73,7 @@ class Table:
 
 
 def gathers(*units: int) -> list[Message]:
-    return [Message(Ask.GATHER, unit) for unit in units]
+    return [Message(Topic.GATHER, unit) for unit in units]
 
 
 @pytest.mark.parametrize("ranks", some_fast([3, 2, 4]))
@@ -90,7 +90,7 @@ def test_all_ranks_begin_the_same_in_the_same_order(ranks: int, part: int) -> No
                 if mine.random() < 0.4:
                     needs = mine.sample(range(6), mine.randrange(6))
                 rank.use(*gathers(*needs))
-                rank.order.meet(Ask.STEP, 0, step)
+                rank.order.meet(Topic.STEP, 0, step)
 
         found, errors = Table(ranks).run(job)
         assert not errors, (seed, errors)
@@ -126,7 +126,7 @@ def test_other_numbers_of_passes_end() -> None:
     def job(rank: Rank) -> None:
         for _ in range(1 + 2 * rank.number):
             rank.use(*gathers(0, 1))
-        rank.order.meet(Ask.STEP)
+        rank.order.meet(Topic.STEP)
 
     found, errors = Table(3).run(job)
     assert not errors
@@ -147,19 +147,19 @@ def test_a_gradient_is_exchanged_once_and_by_all(ranks: int, seeds: int) -> None
                 needs = list[Message]()
                 for unit in sorted(mine.sample(range(6), mine.randrange(1, 6)), reverse=True):
                     needs += gathers(unit)[: mine.randrange(2)]
-                    needs.append(Message(Ask.EXCHANGE, unit))
+                    needs.append(Message(Topic.EXCHANGE, unit))
                 assert rank.use(*needs, backward=True) == (1 << ranks) - 1
-                rank.order.meet(Ask.STEP)
-                rank.log.append(Message(Ask.STEP, 0))
+                rank.order.meet(Topic.STEP)
+                rank.log.append(Message(Topic.STEP, 0))
 
         found, errors = Table(ranks).run(job)
         assert not errors, (seed, errors)
         assert all(one.log == found[0].log for one in found), seed
         exchanged = set[int]()
         for one in found[0].log:
-            if one.kind == Ask.STEP:
+            if one.kind == Topic.STEP:
                 exchanged.clear()
-            elif one.kind == Ask.EXCHANGE:
+            elif one.kind == Topic.EXCHANGE:
                 assert one.unit not in exchanged, seed
                 exchanged.add(one.unit)
 
@@ -167,8 +167,8 @@ def test_a_gradient_is_exchanged_once_and_by_all(ranks: int, seeds: int) -> None
 @pytest.mark.parametrize(
     ("one", "other", "text"),
     [
-        ((Ask.STEP, 0, 0), (Ask.VALUES, 0, 0), "rank 0 called step.*rank 1 asked for values"),
-        ((Ask.VALUES, 1, 0), (Ask.VALUES, 2, 0), "asked for values.*for different ones"),
+        ((Topic.STEP, 0, 0), (Topic.VALUES, 0, 0), "rank 0 called step.*rank 1 asked for values"),
+        ((Topic.VALUES, 1, 0), (Topic.VALUES, 2, 0), "asked for values.*for different ones"),
     ],
 )
 def test_ranks_at_different_places_are_told(one: Any, other: Any, text: str) -> None:

@@ -112,7 +112,7 @@ def _check_places(commit: Mapping[str, Any], layout: Mapping[str, Any], *, whole
             raise ValueError(f"{shown(name)} is not there as a whole")
 
 
-class _Extent(NamedTuple):
+class _Range(NamedTuple):
     """Where part of a parameter lies."""
 
     start: int
@@ -131,10 +131,10 @@ class PartReader:
         self.commit, self._layout = commit, layout
         self._stripes = aio.Stripes(layout["stripes"][0], tuple(layout["stripes"][1]))
         self._fds, self._paths = list[int](), record_files(directory, layout)
-        self._places = dict[str, list[_Extent]]()
+        self._places = dict[str, list[_Range]]()
         for number, chunk in enumerate(layout["chunks"]):
             for name, start, at, elements in chunk["pieces"]:
-                self._places.setdefault(name, []).append(_Extent(start, number, at, elements))
+                self._places.setdefault(name, []).append(_Range(start, number, at, elements))
         self.buffers = _read_buffers(directory, commit)
         self._bytes = lru_cache(2)(self._read_bytes)
         self._plain = lru_cache(2)(self._read_plain)
@@ -168,14 +168,14 @@ class PartReader:
             sizes = items(prefix, place.start), items(prefix, place.elements)
             yield *sizes, partial(self._part, prefix, name, place)
 
-    def _part(self, prefix: str, name: str, place: _Extent) -> torch.Tensor:
+    def _part(self, prefix: str, name: str, place: _Range) -> torch.Tensor:
         if prefix != WEIGHTS:
             return self._plain(name, place)[prefix]
         content = self._bytes("weight", place.chunk)
         weights = content.view(getattr(torch, self._layout["parameters"][name][0]))
         return weights[place.chunk_start :][: place.elements]
 
-    def _read_plain(self, name: str, place: _Extent) -> dict[str, torch.Tensor]:
+    def _read_plain(self, name: str, place: _Range) -> dict[str, torch.Tensor]:
         """The slots of part of a state."""
         layout = self._layout
         fmt = format_for(layout["parameters"][name][0], layout["states"], layout["rule"])
@@ -200,9 +200,15 @@ class PartReader:
             for one in self._extents(following[kind]) if following[kind] else ():
                 os.posix_fadvise(self._fds[one.drive], one.offset, one.stop - one.start, will_need)
         for extent in self._extents(chunks[chunk][kind]):
-            part = whole[extent.start : extent.stop]
-            if os.preadv(self._fds[extent.drive], [part], extent.offset) < len(part):
-                raise OSError(errno.EIO, "the file is cut short", self._paths[extent.drive])
+            at = extent.start
+            while at < extent.stop:
+                part = whole[at : extent.stop]
+                count = os.preadv(
+                    self._fds[extent.drive], [part], extent.offset + at - extent.start
+                )
+                if not count:
+                    raise OSError(errno.EIO, "the file is cut short", self._paths[extent.drive])
+                at += count
         if (found := crc32c(content.numpy(), 0)) != crc:
             raise OSError(
                 errno.EIO,

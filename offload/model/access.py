@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -30,6 +31,8 @@ class ParameterAccess:
         self.engine = engine
         self.unit = unit
         self.index = index
+        self._ref = weakref.ref(self._flat.parameters[index])
+        """Torch swaps no objects that have weak references."""
 
     @property
     def _flat(self) -> FlatUnit:

@@ -10,6 +10,9 @@ Autograd unpacks what a node has saved one by one. Without a bias the weight com
 the input may then run all of a checkpoint, which would refill the slot. So a unit stays in its slot
 while a node that may have its weights unpacks the rest (`unpacking`).
 
+A checkpoint around is told of the weights, too, as its recompute ends by the number of what was
+saved. It keeps nothing of them.
+
 Any other tensor goes to the hooks that were active before (of a checkpoint, of `save_on_cpu`), or
 is kept as torch keeps it: apart from its graph, as a node that saves its own output would keep
 itself alive, and with its version. All that is packed holds on to the unit's `Saver` until autograd

@@ -46,7 +46,7 @@ SAVED_PER_PARAMETER_MAX = 8
 
 @dataclass(slots=True)
 class UnitModules:
-    """The parameters of a unit before they are laid out, and who announces their use."""
+    """The parameters of a unit before they are laid out, and the modules that use them."""
 
     name: str
     modules: list[nn.Module]
@@ -255,8 +255,6 @@ class FlatUnit:
             id(one): [at[id(p)] for p in one.parameters() if id(p) in at]
             for one in (owners if self.fused else ())
         }
-        self._refs = [*map(weakref.ref, self.parameters)]
-        """Torch lets no others take the place of objects that have some."""
         self._saver: Callable[[], Saver | None] = lambda: None
 
     # -- in use and at rest ----------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -62,6 +63,9 @@ class Optimizer(torch.optim.Optimizer):
     key, `residue` (int16): the bits of the fp32 master that the weight lacks. `state` gives copies:
     to change a state, assign it.
     """
+
+    gives_copies = False
+    """Whether what `state` gives now is to be edited, as in a state dict."""
 
     def __init__(
         self,
@@ -141,18 +145,14 @@ class Optimizer(torch.optim.Optimizer):
             found = {name: self.engine.shown(name, *place, value) for name, value in read.items()}
             return {"step": torch.tensor(float(steps)), **found}
 
-    def look(self, parameter: nn.Parameter) -> Mapping[str, Any]:
-        """What `state` has of a parameter: copies, edits of which torch refuses."""
-        with torch.inference_mode():
-            return _Copies(self.state_of(parameter))
-
     def state_dict(self) -> dict[str, Any]:
         """As torch has it, of tensors that take edits: they are the caller's own."""
-        self.look = self.state_of  # type: ignore[method-assign]
-        try:
-            return super().state_dict()
-        finally:
-            del self.look
+        with self.engine.lock:
+            before, self.gives_copies = self.gives_copies, True
+            try:
+                return super().state_dict()
+            finally:
+                self.gives_copies = before
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters that the model had when it was attached.
@@ -351,21 +351,6 @@ class Optimizer(torch.optim.Optimizer):
         self.states.write(given)
 
 
-class _Copies(dict[str, Any]):
-    """A state as it is now, which no edits go to."""
-
-    def _refuse(self, *_: object, **__: object) -> Any:
-        raise RuntimeError(
-            "optimizer.state[p] of an offloaded parameter is a copy, and was to be changed: assign "
-            "all of it, as optimizer.state[p] = {**optimizer.state[p], 'exp_avg': value}"
-        )
-
-    __setitem__ = __delitem__ = update = setdefault = pop = popitem = clear = _refuse
-
-    def __reduce__(self) -> Any:
-        return dict, (dict(self),)
-
-
 class StateView(MutableMapping[nn.Parameter, Mapping[str, Any]]):
     """What torch code reads as `optimizer.state`: copies, read from the records when asked."""
 
@@ -373,7 +358,9 @@ class StateView(MutableMapping[nn.Parameter, Mapping[str, Any]]):
         self._optimizer = optimizer
 
     def __getitem__(self, parameter: nn.Parameter) -> Mapping[str, Any]:
-        return self._optimizer.look(parameter)
+        optimizer = self._optimizer
+        with nullcontext() if optimizer.gives_copies else torch.inference_mode():
+            return optimizer.state_of(parameter)  # Of what is made there torch refuses edits.
 
     def __iter__(self) -> Iterator[nn.Parameter]:
         return iter(self._optimizer.stepped())

@@ -117,7 +117,7 @@ def gathered(
 def local(parameter: torch.Tensor) -> tuple[range, torch.Tensor]:
     """Which elements of a parameter, or of its `grad` or a state, are on this rank, in row-major
     order, and their values; of a DTensor in its local tensor. Edits of a gradient in memory count;
-    those of others are of a copy.
+    those of a weight are of a copy, and torch refuses those of a state.
     """
     found = local_part(parameter if isinstance(parameter, FlatShard) else parameter.detach())
     if isinstance(found, FlatShard):

@@ -28,7 +28,7 @@ from offload.model.early_updates import Step
 from offload.model.engine import Engine
 from offload.model.passes import Entry
 from offload.parallel.group import Group, Handles, Message
-from offload.parallel.order import Ask, Order, union
+from offload.parallel.order import Order, Topic, union
 from offload.planning.layout import Place
 from offload.planning.profile import ITEM_BYTES
 from offload.program.ops import Use, Value, Verb
@@ -90,7 +90,7 @@ class Collectives:
     def _all_messages(self, mine: Message) -> list[Message]:
         """A round. What weights changed on any rank is kept on none."""
         said = self.group.all_messages(mine)
-        opened = union(said, Ask.OPEN)
+        opened = union(said, Topic.OPEN)
         changed, self.sends = opened >> 1, self.sends or bool(opened & 1)
         for unit in range(changed.bit_length()):
             if changed >> unit & 1:
@@ -148,7 +148,7 @@ class Collectives:
             self._early.require_open(one.unit, "another use")
         self._land()
         with self.group.comm_stream():
-            if one.kind == Ask.GATHER:
+            if one.kind == Topic.GATHER:
                 reserve = Use(Place("device", "reserve"), Value("weight", one.unit))
                 self._gather_home(one.unit, self._runner.memory.at(reserve))
             else:
@@ -162,14 +162,14 @@ class Collectives:
         if (task := entry.gather) is not None and not task.begun:
             self._land()
             self._request(entry.unit, task)
-        self._land(Message(Ask.GATHER, entry.unit))
+        self._land(Message(Topic.GATHER, entry.unit))
         self._ahead()
 
     def _ahead(self, *, wait: bool = False) -> None:
         """Begin to gather what is used next, if it is known and its slot is free; `wait` for lanes,
         but not for a unit that is in use."""
         entry = self._passes.following()
-        if entry is None or self._order.next != Message(Ask.GATHER, entry.unit):
+        if entry is None or self._order.next != Message(Topic.GATHER, entry.unit):
             return
         if (task := entry.gather) is None or task.begun:
             return
@@ -182,7 +182,7 @@ class Collectives:
     def _request(self, unit: int, task: Task) -> None:
         """Gather a unit in its slot, by the op `task`, when all ranks do."""
         self._order.request(
-            Message(Ask.GATHER, unit),
+            Message(Topic.GATHER, unit),
             partial(self._begin_gather, unit, task),
             sooner=self._plan.full_weight[unit] not in self._busy,
         )
@@ -195,12 +195,12 @@ class Collectives:
                 self._runner.begin(task)
             works = self._gathered(unit, here, self._runner.memory.weights(unit))
         over = partial(self._runner.finish, task)
-        self._in_flight.append(_Collective(Message(Ask.GATHER, unit), works, over))
+        self._in_flight.append(_Collective(Message(Topic.GATHER, unit), works, over))
 
     def gather_into(self, unit: int, into: torch.Tensor) -> None:
         """The weights of a unit in other memory than its slot."""
         self._land()
-        self._order.request(Message(Ask.GATHER, unit), partial(self._gather_home, unit, into))
+        self._order.request(Message(Topic.GATHER, unit), partial(self._gather_home, unit, into))
 
     def _gather_home(self, unit: int, into: torch.Tensor) -> None:
         size = self._plan.bytes_of("weight", unit)
@@ -231,23 +231,23 @@ class Collectives:
         self.end_exchange()
         self._busy = {self._plan.full_weight[one.index] for one in self._active.units}
         self._ahead(wait=True)  # The order has it first, and it may not have begun so far.
-        self._order.request(Message(Ask.EXCHANGE, unit), begin)
+        self._order.request(Message(Topic.EXCHANGE, unit), begin)
         self._ahead()
 
     def exchange_began(self, unit: int, works: Handles, over: Callable[[], None]) -> None:
         """`begin` has begun; `over` is to be called at the end."""
-        self._in_flight.append(_Collective(Message(Ask.EXCHANGE, unit), works, over))
+        self._in_flight.append(_Collective(Message(Topic.EXCHANGE, unit), works, over))
 
     @property
     def exchanging(self) -> int | None:
         """The unit whose gradient is on its way; None where none is."""
         requests = (one.request for one in self._in_flight)
-        return next((one.unit for one in requests if one.kind == Ask.EXCHANGE), None)
+        return next((one.unit for one in requests if one.kind == Topic.EXCHANGE), None)
 
     def end_exchange(self) -> None:
         """Wait for the gradient that is on its way."""
         if (unit := self.exchanging) is not None:
-            self._land(Message(Ask.EXCHANGE, unit))
+            self._land(Message(Topic.EXCHANGE, unit))
 
     def is_through(self, unit: int) -> bool:
         """Whether all ranks have sent their gradients of a unit, and none sends another in this
@@ -257,7 +257,7 @@ class Collectives:
 
     # -- steps and other meetings ----------------------------------------------------------------
 
-    def meet(self, kind: Ask, unit: int = 0, payload: int = 0) -> list[Message]:
+    def meet(self, kind: Topic, unit: int = 0, payload: int = 0) -> list[Message]:
         """Meet all other ranks, which come for the same; what each of them says."""
         self._land()
         return self._order.meet(kind, unit, payload)
@@ -267,7 +267,7 @@ class Collectives:
         mine = sorted((unit, *of) for unit, of in step.items())
         rows = sorted({repr(one) for of in step.values() for one in of.values()})
         text = repr((self._backwards, mine, rows))
-        said = self.meet(Ask.STEP, 0, zlib.crc32(text.encode()) << 1 | commits)
+        said = self.meet(Topic.STEP, 0, zlib.crc32(text.encode()) << 1 | commits)
         self._in_columns.clear()
         backwards, self._backwards = self._backwards, 0
         if all(one.payload >> 1 == said[0].payload >> 1 for one in said):

@@ -33,7 +33,7 @@ from offload.parallel.group import Message
 from offload.runtime.entry import EngineError
 
 
-class Ask(IntEnum):
+class Topic(IntEnum):
     """What a rank says in a round."""
 
     GATHER = 0
@@ -55,19 +55,19 @@ class Ask(IntEnum):
 ORDERS_MAX = 64
 """Orders that are kept: there is no end of them where they depend on the data."""
 
-_ASKS = {Ask.GATHER, Ask.EXCHANGE}
-_IN_PASS = _ASKS | {Ask.OPEN}
-_FORWARD, _BACKWARD = (Ask.END, 0), (Ask.END, 1)
+_ASKS = {Topic.GATHER, Topic.EXCHANGE}
+_IN_PASS = _ASKS | {Topic.OPEN}
+_FORWARD, _BACKWARD = (Topic.END, 0), (Topic.END, 1)
 
 TEXTS = {
-    Ask.END: "was at the end of a pass",
-    Ask.STEP: "called step()",
-    Ask.VALUES: "asked for values (a norm, offload.gathered())",
-    Ask.SAVE: "saves, loads, commits, sleeps or wakes (offload.save, load_state_dict, sleep...)",
+    Topic.END: "was at the end of a pass",
+    Topic.STEP: "called step()",
+    Topic.VALUES: "asked for values (a norm, offload.gathered())",
+    Topic.SAVE: "saves, loads, commits, sleeps or wakes (offload.save, load_state_dict, sleep...)",
 }
 
 
-def union(said: Sequence[Message], kind: Ask) -> int:
+def union(said: Sequence[Message], kind: Topic) -> int:
     """The members of all messages of a kind."""
     return reduce(or_, (one.members for one in said if one.kind == kind), 0)
 
@@ -108,7 +108,7 @@ class Order:
         if known is not None:
             self._known.move_to_end(key)  # Those that come again are kept longest.
         mark = zlib.crc32(repr((key, known)).encode())
-        said = self._all_messages(Message(Ask.OPEN, known is not None, mark, changed))
+        said = self._all_messages(Message(Topic.OPEN, known is not None, mark, changed))
         same = all(one[:3] == said[0][:3] for one in said)
         self._key, self._done = key, []
         self._alike = same
@@ -125,7 +125,7 @@ class Order:
             self._leave()
         while one not in self._round(one, begin)[1]:
             pass
-        if sooner and [at.kind for at in self._done[-2:]] == [Ask.EXCHANGE, Ask.GATHER]:
+        if sooner and [at.kind for at in self._done[-2:]] == [Topic.EXCHANGE, Topic.GATHER]:
             self._done[-2:] = reversed(self._done[-2:])
 
     def close(self, members: int, *, backward: bool) -> int:
@@ -133,8 +133,8 @@ class Order:
         asked = self._queue is None
         if self._queue:
             self._leave()
-        said = self._until(Message(Ask.END, backward, not self._alike, members))
-        differ = any(one.payload for one in said if one.kind == Ask.END)
+        said = self._until(Message(Topic.END, backward, not self._alike, members))
+        differ = any(one.payload for one in said if one.kind == Topic.END)
         self._doubts = differ or not self._alike
         if self._doubts:
             self._known.pop(self._key, None)
@@ -143,14 +143,14 @@ class Order:
             if len(self._known) > ORDERS_MAX:
                 self._known.popitem(last=False)
         self._queue = None
-        return union(said, Ask.END)
+        return union(said, Topic.END)
 
-    def meet(self, kind: Ask, unit: int = 0, payload: int = 0) -> list[Message]:
+    def meet(self, kind: Topic, unit: int = 0, payload: int = 0) -> list[Message]:
         """Meet all other ranks, which come for the same."""
         if self._queue:
             self._leave()
         said = self._until(Message(kind, unit, payload))
-        if kind == Ask.VALUES and any(one != said[0] for one in said):
+        if kind == Topic.VALUES and any(one != said[0] for one in said):
             self._differ(said, "for different ones")
         return said
 
@@ -167,8 +167,8 @@ class Order:
         said, and what is done."""
         said = self._all_messages(message)
         asked = sorted({one for one in said if one.kind in _ASKS})
-        wanted = [one for one in asked if one.kind == Ask.GATHER]
-        if not wanted and not any(one.kind == Ask.OPEN or one[:2] == _FORWARD for one in said):
+        wanted = [one for one in asked if one.kind == Topic.GATHER]
+        if not wanted and not any(one.kind == Topic.OPEN or one[:2] == _FORWARD for one in said):
             wanted = asked[-1:]  # Nobody is yet to come to a backward.
         for one in wanted:
             if begin is not None and one == message:
@@ -184,18 +184,18 @@ class Order:
         while True:
             said, _ = self._round(message)
             kinds = {one.kind for one in said}
-            busy = _IN_PASS if message[:2] != _FORWARD else {Ask.GATHER, Ask.OPEN}
+            busy = _IN_PASS if message[:2] != _FORWARD else {Topic.GATHER, Topic.OPEN}
             earlier = message[:2] == _BACKWARD and any(one[:2] == _FORWARD for one in said)
             if earlier or not kinds.isdisjoint(busy):
                 continue
-            if message.kind == Ask.END or kinds == {message.kind}:
+            if message.kind == Topic.END or kinds == {message.kind}:
                 return said
-            if Ask.END not in kinds:
+            if Topic.END not in kinds:
                 self._differ(said)
 
     @staticmethod
     def _differ(said: list[Message], how: str = "") -> NoReturn:
-        told = "; ".join(f"rank {at} {TEXTS[Ask(one.kind)]}" for at, one in enumerate(said))
+        told = "; ".join(f"rank {at} {TEXTS[Topic(one.kind)]}" for at, one in enumerate(said))
         raise EngineError(
             f"the ranks are at different places: {told} {how}".rstrip()
             + ". All ranks take the same steps, and ask "

@@ -13,7 +13,7 @@ from offload.model.parameter import OffloadedParameter
 from offload.model.snapshots import Key, Snapshots
 from offload.parallel.collectives import Collectives
 from offload.parallel.flat_shard import FlatShard
-from offload.parallel.order import Ask
+from offload.parallel.order import Topic
 from offload.planning.profile import Sharding, shard_of
 from offload.planning.tiers import format_bytes
 
@@ -84,7 +84,7 @@ class Ranks:
 
     def _norms(self, parts: Sequence[torch.Tensor], order: float) -> torch.Tensor:
         """The norms of tensors of which each rank has a part: the same floats on all of them."""
-        self.collectives.meet(Ask.VALUES, len(parts), int(order) if order == order // 1 else 0)
+        self.collectives.meet(Topic.VALUES, len(parts), int(order) if order == order // 1 else 0)
         largest = order == float("inf")
         mine = [
             (one.abs().max() if largest else one.double().abs().pow(order).sum())
@@ -98,7 +98,7 @@ class Ranks:
 
     def meet(self, told: bool = False) -> bool:
         """Let all ranks come here, in a save, load, sleep or wake; what any of them tells."""
-        return any(one.payload for one in self.collectives.meet(Ask.SAVE, 0, told))
+        return any(one.payload for one in self.collectives.meet(Topic.SAVE, 0, told))
 
     @contextmanager
     def gathered(
@@ -126,7 +126,7 @@ class Ranks:
 
     def assembled(self, unit: int, parameter: int, here: torch.Tensor) -> torch.Tensor:
         """A value of a parameter, in its shape, of which each rank gives what it has."""
-        self.collectives.meet(Ask.VALUES, unit, parameter)
+        self.collectives.meet(Topic.VALUES, unit, parameter)
         full, ranks = self._profile.full[unit], self.group.ranks
         shards = (shard_of(full, Sharding(at, ranks)) for at in range(ranks))
         counts = [one.parameters[parameter].elements for one in shards]

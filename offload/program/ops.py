@@ -15,8 +15,8 @@ op touches homes only. `parts_of` says what it moves.
 
 [Note: Slots between phases]
 Forward leaves the last units in their slots, and backward does not fetch those again. `Phase.entry`
-and `Phase.exit` declare what the weight slots hold. A phase may follow another if it finds what it
-requires at entry. Only backward requires anything, and `norm` precedes only `update`.
+and `Phase.exit` declare what the weight slots hold. A phase may follow another if it finds at entry
+what it was compiled for. `norm` precedes only `update`.
 """
 
 from __future__ import annotations
