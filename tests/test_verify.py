@@ -197,7 +197,7 @@ def test_entry_that_nothing_provides() -> None:
     slot, other = program.plan.weight_slot[0], {program.plan.weight_slot[1]: 1}
     assert slot is not None
     wrong = with_phase(program, "backward_first", entry={slot: 0, **other})
-    rule = "does not find at entry what it wants there: weight of block0 in device weight 0"
+    rule = "does not find at entry what it was compiled for: weight of block0 in device weight 0"
     broken(wrong, "backward_first", None, rule)
     wrong = with_phase(program, "forward", entry={slot: 0})
     broken(wrong, "forward", None, "does not find at entry")
