@@ -36,10 +36,10 @@ help:
 	@echo "make clean      remove the virtual environment and caches"
 
 # Torch multiplies bfloat16 on a CPU without AVX-512 seventeen times slower.
-TYPE ?= $(shell test -e /dev/nvidiactl || grep -qm1 avx512 /proc/cpuinfo || echo --dtype float32)
+DTYPE := $(shell test -e /dev/nvidiactl || grep -qm1 avx512 /proc/cpuinfo || echo --dtype float32)
 
 train: $(READY)
-	@$(BIN)/offload train $(TYPE) $(ARGS)
+	@$(BIN)/offload train $(DTYPE) $(ARGS)
 
 test: $(READY) $(MODELS)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
