@@ -142,7 +142,8 @@ class SavingGuard:
         else:
             packed = _pack_apart(self, tensor)
         if packed is not None:
-            self._count(tensor)
+            if self._outer is not None:
+                self._count(tensor)
             return packed
         # The hooks around these may recompute it, and use the weights for that.
         return (self._outer[0](tensor), *(unit.saver() for unit in self._units))
@@ -150,9 +151,10 @@ class SavingGuard:
     def _count(self, tensor: torch.Tensor) -> None:
         """Let a checkpoint count a weight, of which it keeps nothing: its recompute ends at the
         same place, and saves as much, whether it finds the weights in use or at rest."""
-        pack: Any = (self._outer or (None,))[0]
+        pack = self._outer[0]
         if isinstance(guard := getattr(pack, "__self__", None), SavingGuard):
-            guard._count(tensor)
+            if guard._outer is not None:
+                guard._count(tensor)
         elif getattr(pack, "__module__", "") == "torch.utils.checkpoint":
             with no_trap():
                 pack(torch.Tensor.detach(tensor))
